@@ -123,7 +123,7 @@ FAMILIES = [
         OPTIMIZERS,
         "adam",
         "Adam",
-        "python -m experiments.studies.optimizers.study preset=pages 'seeds=[0]'",
+        "python -m experiments.studies.optimizers preset=pages 'seeds=[0]'",
     ),
 ]
 

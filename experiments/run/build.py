@@ -11,7 +11,6 @@ import torch
 from hydra.errors import InstantiationException
 
 from experiments.run.algorithm_schemas import given
-from experiments.run.optimizer_schemas import OfMatrices, OfModel
 from experiments.run.outer import asks_for_closure
 from experiments.run.schema import Device
 from metagrad.meta import Algorithm
@@ -22,13 +21,7 @@ if TYPE_CHECKING:
     from experiments.run.schema import Config, Optimizer, Target, Task
     from metagrad.tasks import TaskDistribution
 
-ALLOWED = ("metagrad.", "torch.optim.", "torch.nn.", "experiments.studies.optimizers.models.")
-READ_BY_PROGRAM = ("curvature_batch", "rest")
-"""Keys of an optimizer's config that are no arguments of it."""
-UNFIT = {
-    OfModel: "it takes factors from calls of the layers, which see the parameters of a task, not the initialisation",
-    OfMatrices: "it moves matrices alone, and an initialisation has biases too",
-}
+ALLOWED = ("metagrad.", "torch.optim.", "torch.nn.")
 STREAMS = ("train", "validation", "test")
 
 
@@ -84,8 +77,7 @@ def build_optimizer(config: Optimizer, params: object, allow: Sequence[str] = ()
     Raises:
         ValueError: It refuses its arguments.
     """
-    settings = {key: value for key, value in asdict(config).items() if key not in READ_BY_PROGRAM}
-    make = build(settings, allow=allow)
+    make = build(asdict(config), allow=allow)
     try:
         return make(params)
     except (TypeError, ValueError) as error:
@@ -132,7 +124,7 @@ def build_parts(config: Config) -> Parts:
             f"build: {config.algorithm._target_} is no meta-learning algorithm: expected a torch.nn.Module with "
             f"forward(batch) and adapt(support), as metagrad.meta.Algorithm says, got {type(algorithm).__name__}."
         )
-    optimizer = build_optimizer(_outer(config.optimizer), algorithm.to(device(config)).parameters(), allow)
+    optimizer = build_optimizer(config.optimizer, algorithm.to(device(config)).parameters(), allow)
     schedule = build(config.schedule, allow=allow)(optimizer)
     takes_closure = asks_for_closure(type(optimizer))
     return Parts(algorithm, model, loss, optimizer, schedule, generator(config.seed, "train"), takes_closure)
@@ -167,17 +159,6 @@ def _without(name: str | None, model: torch.nn.Module) -> torch.nn.Module:
             ) from error
         model.set_submodule(name, torch.nn.Identity())
     return model
-
-
-def _outer(config: Optimizer) -> Optimizer:
-    """Refuse what the outer loop has not: calls of the model's layers, or parameters that are matrices alone."""
-    for kind, reason in UNFIT.items():
-        if isinstance(config, kind):
-            raise ValueError(
-                f"build: {config._target_} is no optimizer of the outer loop: {reason}. Take optimizer=adam, "
-                "shampoo, soap, sophia_h, gauss_newton or another; experiments.studies.optimizers has them all."
-            )
-    return config
 
 
 def _arguments(settings: dict[str, Any]) -> dict[str, Any]:

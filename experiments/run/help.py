@@ -34,7 +34,6 @@ GROUPS = {
     "experiment": "a protocol, many values at once; values beside it win",
     "debug": "shorter or more careful runs",
     "preset": "small: the whole program in less than a minute",
-    "workload": "what optimizers are compared on",
 }
 HEAD = """\
 python -m {module} [GROUP=OPTION ...] [KEY=VALUE ...] [-m]
@@ -112,7 +111,7 @@ def _keys(node: DictConfig, path: str = "") -> Iterator[str]:
     said, inner = _said(node), []
     for key in map(str, node):
         value = None if OmegaConf.is_missing(node, key) else node[key]
-        if isinstance(value, DictConfig) and key not in ("args", "tuned"):
+        if isinstance(value, DictConfig) and key != "args":
             inner.append((f"{path}{key}", value))
         elif key != "_partial_":
             yield _line(

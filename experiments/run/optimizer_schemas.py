@@ -8,11 +8,10 @@ Keys, types, defaults and the sentences of `--help` are those of the class that 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
 
 import torch
 
-from experiments.run.schema import InnerRule, Optimizer, key
+from experiments.run.schema import InnerRule, Optimizer
 from experiments.run.signatures import option_name, schema_of
 from metagrad import optim
 from metagrad.optim import rules
@@ -21,42 +20,16 @@ LEFT_OUT = ("maximize", "foreach", "capturable", "differentiable", "fused", "gro
 """Arguments that no program has a use for, and the processes of a run, which it knows by itself."""
 
 
-@dataclass
-class OfModel(Optimizer):
-    """An optimizer that is made of a model, whose layers it observes."""
-
-
-@dataclass
-class OfCurvature(Optimizer):
-    """An optimizer whose step takes a closure for the curvature."""
-
-    curvature_batch: int | None = key(
-        "Examples of a batch whose curvature is taken; null is all. experiments.studies.optimizers.", None
-    )
-
-
-@dataclass
-class OfMatrices(Optimizer):
-    """An optimizer of the matrices of hidden layers, and another one, Adam, for the `rest`."""
-
-    rest: Optimizer = field(default_factory=schema_of("torch.optim.Adam", Optimizer, without=LEFT_OUT))
-
-
-def _base_of(make: type[torch.optim.Optimizer]) -> type[Optimizer]:
-    if "model" in inspect.signature(make).parameters:
-        return OfModel
-    if "curvature" in inspect.signature(make.step).parameters:
-        return OfCurvature
-    return OfMatrices if make is optim.Muon else Optimizer
+def _fits(name: str) -> bool:
+    """Return whether the outer loop can use an optimizer: it has no model, whose layers KFAC observes, and biases."""
+    made = getattr(optim, name)
+    is_optimizer = isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
+    return is_optimizer and made is not optim.Muon and "model" not in inspect.signature(made).parameters
 
 
 def _option(name: str) -> str:
     """Return a class's name in snake case, or as its functional form or its paper has it."""
     return name.lower() if name.lower() in ("adahessian", *rules.__all__) else option_name(name)
-
-
-def _is_optimizer(made: object) -> bool:
-    return isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
 
 
 def _is_rule(made: object) -> bool:
@@ -69,9 +42,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         for name in ("SGD", "Adam", "AdamW")
     },
     **{
-        _option(name): schema_of(f"metagrad.optim.{name}", _base_of(getattr(optim, name)), without=LEFT_OUT)
+        _option(name): schema_of(f"metagrad.optim.{name}", Optimizer, without=LEFT_OUT)
         for name in optim.__all__
-        if _is_optimizer(getattr(optim, name))
+        if _fits(name)
     },
 }
 """Schemas by the name of the option of `optimizer`."""

@@ -174,7 +174,7 @@ class CustomAlgorithm(Algorithm, Custom):
 
 @dataclass
 class Optimizer(Target):
-    """The optimizer of the outer loop, or one that `experiments.studies.optimizers` compares."""
+    """The optimizer of the outer loop, of parameters."""
 
     _partial_: bool = True
     lr: float = key("The step size.")

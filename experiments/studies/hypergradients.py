@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import metagrad as mg
-from experiments.run.plots.optimizers import DASHES
 from experiments.run.plots.style import CYCLE, figure
 from experiments.run.progress import Progress
-from experiments.studies.optimizers.cost import FlopCounter
 from metagrad import hypergrad
 from metagrad.hypergrad import Method
 
 if TYPE_CHECKING:
     from metagrad.optim.rules import Rule
 
-MARKERS = ("o", "^", "s")
+MARKERS, DASHES = ("o", "^", "s"), ("-", "--", ":")
 
 
 class Ridge(NamedTuple):
@@ -106,19 +105,19 @@ def methods(rule: Rule, lr: float, d: int, longest: int) -> dict[str, list[Metho
 def measure(problem: Ridge, method: Method, truth: Tensor, unit: int) -> tuple[float, float]:
     """Return cost and error of a call."""
     arguments = (problem.outer, problem.inner, problem.minimum(problem.log_penalty))
-    with warnings.catch_warnings(), FlopCounter() as counter:
+    with warnings.catch_warnings(), FlopCounterMode(display=False) as counter:
         warnings.filterwarnings("ignore", message=".*left a residual")  # the error shows it
         found = mg.hypergradient(*arguments, {"log_penalty": problem.log_penalty}, method=method)
     error = (found["log_penalty"] - truth).norm() / truth.norm()
-    return counter.flops / unit, error.item()
+    return counter.get_total_flops() / unit, error.item()
 
 
 def gradient_cost(problem: Ridge) -> int:
     """Count the operations of one gradient of the training loss."""
     params = {"w": torch.zeros_like(problem.log_penalty, requires_grad=True)}
-    with FlopCounter() as counter:
+    with FlopCounterMode(display=False) as counter:
         mg.grad(problem.inner(params, {"log_penalty": problem.log_penalty}), params)
-    return counter.flops
+    return counter.get_total_flops()
 
 
 def draw(path: Path, curves: dict[str, list[tuple[float, float]]]) -> Path:

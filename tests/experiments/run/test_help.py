@@ -12,10 +12,7 @@ from hydra import compose, initialize_config_dir
 from experiments.run import help
 from experiments.run.config import SCHEMAS
 from experiments.run.job import launch
-from experiments.studies.attack import __main__ as attack
-from experiments.studies.attack_images import __main__ as attack_images
-from experiments.studies.curvature.schema import register_curvature
-from experiments.studies.optimizers.schema import register_optimizers
+from experiments.studies import attack, attack_images
 
 PROGRAMS = {
     "config": (
@@ -25,20 +22,9 @@ PROGRAMS = {
         },
         "resume",
     ),
-    "curvature": (
-        {"task", "model", "algorithm", "optimizer", "schedule", "logger", "problem", "preset"},
-        "trace.probes",
-    ),
-    "optimizers": ({"workload", "optimizer", "logger"}, "workload.judged"),
     attack.study.name: ({"logger", "preset"}, "surrogate.steps"),
     attack_images.study.name: ({"logger", "preset"}, "defence.cure"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schemas():
-    register_curvature()
-    register_optimizers()
 
 
 def composed(name, *overrides):
@@ -55,7 +41,6 @@ def test_help_is_of_one_program_alone(name):
     assert shown - {"algorithm/inner", "algorithm/hypergradient"} == groups
     assert f"  {key} = " in keys
     assert "hydra." not in keys
-    assert ("tuned" in keys) == (name == "optimizers")
     assert "logger.mode = disabled" in keys
     assert "none*" in listed
 
@@ -80,7 +65,7 @@ def test_every_key_of_an_option_has_its_sentence(group, name):
     path, schema = help.CONF / group / f"{name}.yaml", SCHEMAS[group][name]
     file = yaml.safe_load(path.read_text()) if path.exists() else {}
     unsaid = keys_without_a_sentence(schema, file.get(group, file).get("_target_", schema._target_))
-    assert set(unsaid) <= {"inner", "rest"}
+    assert set(unsaid) <= {"inner"}
 
 
 def test_the_values_are_those_that_the_command_line_composes(capsys, monkeypatch):

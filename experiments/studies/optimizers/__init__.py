@@ -1,1 +1,0 @@
-"""Optimizers against each other: loss against steps, gradient-equivalents and seconds, at tuned settings."""
