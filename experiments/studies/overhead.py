@@ -460,8 +460,9 @@ def figures(results: list[Result], config: OverheadConfig, folder: Path) -> list
                 axes[0, 2].plot(*zip(*line, strict=True), dashes, color=color, label=label) if line else None
         for remedy, dashes in zip(OVER_STEPS, ("-", "--", ":"), strict=True):
             axes[0, 2].plot([], [], dashes, color=INK, label=f"memory={remedy or 'full'}")
+        scale = "log" if f"{models[0]}/steps" in found else "linear"
         axes[0, 2].set(
-            xscale="log", yscale="log", xlabel="Inner steps", title="Peak of a meta-gradient (MiB)"
+            xscale=scale, yscale=scale, xlabel="Inner steps", title="Peak of a meta-gradient (MiB)"
         )
         axes[0, 2].grid()
         legend_below(*axes[0], columns=9)

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from experiments.run.algorithm_schemas import ALGORITHMS
 from experiments.run.help import CONF
 from experiments.run.plots.panels import read_panels
-from experiments.studies.algorithms.__main__ import cells, figures, report, study
+from experiments.studies.algorithms import cells, figures, report, study
 
 
 @pytest.fixture(scope="module")

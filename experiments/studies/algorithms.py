@@ -1,32 +1,27 @@
 """Every algorithm for the same seconds: `python -m experiments.studies.algorithms [KEY=VALUE ...]`.
 
-Each algorithm trains on tasks of a protocol for so many seconds of CPU, and adapts to new tasks by some numbers of
-inner steps; one that fits a head in closed form has none, and is judged once. The same command goes on where it
-ended; `studies.study` says what is in `folder`, and `curves.json` there is what the pages of the site draw.
+Each algorithm trains on tasks of a protocol for so many seconds of CPU, and adapts to new tasks by some numbers
+of inner steps; one that fits a head in closed form has none, and is evaluated once. `curves.json` is what the
+pages of the site draw.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from experiments.run import build, outer
-from experiments.run.config import check_least, composed, typed
-from experiments.run.evaluate import evaluate
+from experiments.run.config import composed, typed
+from experiments.run.evaluate import Interval, evaluate
 from experiments.run.files import markdown
 from experiments.run.plots.panels import Curve, Panel, all_curves, write_panels
-from experiments.run.schema import key
+from experiments.run.schema import Config, key
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from experiments.run.evaluate import Interval
-    from experiments.run.schema import Config
 
 MEASURES = {"accuracy(%)": "accuracy (%)", "query_loss": "squared error"}
 """What is measured of classification and of regression, and what an axis calls it."""
@@ -39,7 +34,7 @@ class Protocol:
 
     title: str = key("What a figure calls it.")
     seconds: float = key("Seconds of CPU that an algorithm trains.")
-    tasks: int = key("New tasks that it is judged by.")
+    tasks: int = key("New tasks that it is evaluated on.")
     overrides: list[str] = key("Of experiments.train, for all of them.")
     algorithms: dict[str, list[str]] = key("What differs, by algorithm.")
 
@@ -48,15 +43,14 @@ class Protocol:
 class AlgorithmsConfig(StudyConfig):
     """Which protocols."""
 
-    steps: list[int] = key("Numbers of inner steps after which an algorithm is judged, beside 0.")
+    steps: list[int] = key("Numbers of inner steps after which an algorithm is evaluated, besides 0.")
     most: dict[str, int] = key("The most of these, of algorithms that learn something for each step.")
     only: list[str] = key("The algorithms that run; empty is all.")
     protocols: dict[str, Protocol] = key("Protocols by name.")
 
 
 def check(config: AlgorithmsConfig) -> None:
-    """Refuse what cannot be judged."""
-    check_least("algorithms", {"steps": (min(config.steps, default=0), 1)})
+    """Raise `ValueError` for algorithms that do not exist."""
     known = {name for protocol in config.protocols.values() for name in protocol.algorithms}
     if unknown := set(config.only) - known:
         raise ValueError(f"algorithms: only has {sorted(unknown)}; there are {sorted(known)}.")
@@ -65,7 +59,7 @@ def check(config: AlgorithmsConfig) -> None:
 def cells(config: AlgorithmsConfig) -> list[Cell]:
     """Return every algorithm of every protocol; all of a seed before the next."""
     return [
-        Cell(f"{name}/{algorithm}", seed, partial(judged, config, protocol, algorithm))
+        Cell(f"{name}/{algorithm}", seed, partial(evaluated, config, protocol, algorithm))
         for seed in config.seeds
         for name, protocol in config.protocols.items()
         for algorithm in protocol.algorithms
@@ -73,15 +67,15 @@ def cells(config: AlgorithmsConfig) -> list[Cell]:
     ]
 
 
-def judged(config: AlgorithmsConfig, protocol: Protocol, algorithm: str, work: Work) -> Result:
-    """Train an algorithm, and judge it after each number of inner steps."""
+def evaluated(config: AlgorithmsConfig, protocol: Protocol, algorithm: str, work: Work) -> Result:
+    """Train an algorithm, and evaluate it after each number of inner steps."""
     choice = [f"algorithm={algorithm}", "logger=none", f"seed={work.seed}"]
     settings = typed(composed("config", [*protocol.overrides, *choice, *protocol.algorithms[algorithm]]))
     parts, splits = build.build_parts(settings), build.build_splits(settings)
     outer_steps = trained(parts, splits.train, settings.meta_batch, protocol.seconds)
     most = config.most.get(algorithm, max(config.steps))
     numbers = [None] if settings.evaluate.steps is None else [n for n in config.steps if n <= most]
-    found = [_evaluated(parts, splits.test, settings, protocol.tasks, steps) for steps in numbers]
+    found = [_on_new_tasks(parts, splits.test, settings, protocol.tasks, steps) for steps in numbers]
     name = next(name for name in MEASURES if name in found[0])
     before = found[0].get(BEFORE[name])
     values = [intervals[name].mean for intervals in found]
@@ -95,7 +89,7 @@ def judged(config: AlgorithmsConfig, protocol: Protocol, algorithm: str, work: W
     }
 
 
-def _evaluated(
+def _on_new_tasks(
     parts: build.Parts, tasks: Any, settings: Config, number: int, steps: int | None
 ) -> dict[str, Interval]:
     """Return what an algorithm comes to on new tasks, the same ones each time."""

@@ -1,1 +1,0 @@
-"""Every meta-learning algorithm by one protocol."""
