@@ -13,7 +13,7 @@ from tests.curvature.estimators import naive
 from tests.curvature.maps import matrix
 
 METHODS = {XTrace: (naive.xtrace, 2), XNysTrace: (naive.xnystrace, 1), XDiag: (naive.xdiag, 2)}
-DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
+DISTRIBUTIONS = ["rademacher", "sphere"]
 K, N = 6, 25
 
 
@@ -23,9 +23,9 @@ def method(request):
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("spectrum", ["polynomial", "flat"])
-@pytest.mark.parametrize("batches", [1, 2, 3])
-def test_the_value_is_the_mean_of_leave_one_out_estimates(method, distribution, spectrum, batches):
+@pytest.mark.parametrize("batches", [1, 3])
+def test_the_value_is_the_mean_of_leave_one_out_estimates(method, distribution, batches):
+    spectrum = "polynomial"
     cls, definition, cost = method
     A = matrix(spectrum, N)
     fitted = naive.fitted(cls, A, cost * K, distribution, batches=batches)
@@ -36,8 +36,8 @@ def test_the_value_is_the_mean_of_leave_one_out_estimates(method, distribution, 
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("spectrum", ["polynomial", "flat"])
-def test_the_standard_error_has_the_covariance_of_all_pairs(method, distribution, spectrum, monkeypatch):
+def test_the_standard_error_has_the_covariance_of_all_pairs(method, distribution, monkeypatch):
+    spectrum = "polynomial"
     cls, definition, cost = method
     monkeypatch.setattr(bases, "LEAST", -float("inf"))
     monkeypatch.setattr(bases, "MARGIN", 1.0)
@@ -60,7 +60,7 @@ def test_the_standard_error_has_the_covariance_of_all_pairs(method, distribution
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("batches", [1, 2, 4])
+@pytest.mark.parametrize("batches", [1, 4])
 def test_hutchpp_in_batches_is_hutchpp_on_all_its_probes(distribution, batches):
     A = matrix("polynomial", N)
     fitted = naive.fitted(HutchPlusPlus, A, 24, distribution, batches=batches)

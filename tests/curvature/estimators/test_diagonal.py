@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -23,8 +24,9 @@ def relative_error(A, **options):
     return ((found.value - A.diagonal()).norm() / A.diagonal().norm()).item()
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("chunk", ["64MiB", 3 * 8 * 12, 1])
+@pytest.mark.parametrize(
+    ("distribution", "chunk"), [("rademacher", "64MiB"), ("normal", 3 * 8 * 12), ("sphere", 1)]
+)
 def test_hutchinson_is_the_ratio_of_sums_with_the_error_of_a_ratio(distribution, chunk):
     A = matrix("flat", 12)
     seen = []
@@ -45,9 +47,9 @@ def test_hutchinson_is_the_ratio_of_sums_with_the_error_of_a_ratio(distribution,
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_diagonal_matrices_are_exact_and_known_to_be(distribution, dtype):
+def test_diagonal_matrices_are_exact_and_known_to_be(distribution):
     """With any probes: the weights are what makes it so for normal ones."""
+    dtype = torch.float32
     values = torch.randn(30, dtype=dtype, generator=seeded()) * 10 ** torch.linspace(-3, 3, 30)
     found = diagonal(MatrixMap(torch.diag(values)), probes=6, distribution=distribution, generator=seeded())
     torch.testing.assert_close(found.value, values, rtol=1e-5, atol=0)
@@ -57,8 +59,7 @@ def test_diagonal_matrices_are_exact_and_known_to_be(distribution, dtype):
     assert ((found.value - values).abs() <= 4 * found.stderr + own_rounding).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(("method", "distribution"), [("hutchinson", "normal"), ("xdiag", "sphere")])
 def test_unbiased(method, distribution):
     A = matrix("polynomial", 15)
     options = {"method": method, "probes": 8, "distribution": distribution}
@@ -80,21 +81,6 @@ def test_intervals_cover(method, spectrum):
     assert 0.85 <= coverage(estimate, A.diagonal(), repeats=8) <= 0.99
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("spectrum", SPECTRA)
-def test_intervals_cover_with_all_probes(method, distribution, spectrum):
-    A = matrix(spectrum)
-
-    def estimate(generator):
-        return diagonal(
-            MatrixMap(A), method=method, probes=120, distribution=distribution, generator=generator
-        )
-
-    assert 0.85 <= coverage(estimate, A.diagonal(), repeats=60) <= 0.99
-
-
 def test_xdiag_gains_where_the_spectrum_decays():
     A = matrix("exponential")
     ours, plain = (
@@ -112,13 +98,12 @@ def test_xdiag_is_exact_for_low_rank(distribution):
     assert found.stderr.max() < 1e-11
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_xdiag_is_exact_where_its_basis_is_the_whole_space(distribution, n):
+def test_xdiag_is_exact_where_its_basis_is_the_whole_space(n):
     """Leave-one-out estimates are not, and signs in few dimensions made them all equal."""
     A = torch.randn(n, n, dtype=torch.float64, generator=seeded())
     A = A + A.t()
-    for seed in range(4):
+    for seed, distribution in itertools.product(range(4), DISTRIBUTIONS):
         found = diagonal(
             MatrixMap(A), method="xdiag", probes=2 * n, distribution=distribution, generator=seeded(seed)
         )
@@ -154,8 +139,8 @@ def test_rtol_stops_when_the_intervals_are_tight(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_same_generator_gives_the_same_bits(method, dtype):
+def test_the_same_generator_gives_the_same_bits(method):
+    dtype = torch.float32
     operator = MatrixMap(matrix("polynomial", 60).to(dtype))
     first, second = (diagonal(operator, method=method, probes=20, generator=seeded()) for _ in range(2))
     assert first.value.dtype == first.stderr.dtype == dtype
@@ -163,8 +148,7 @@ def test_the_same_generator_gives_the_same_bits(method, dtype):
     assert torch.equal(first.stderr, second.stderr)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(("method", "distribution"), [("hutchinson", "normal"), ("xdiag", "sphere")])
 def test_differentiable_as_the_products_are(method, distribution):
     root = torch.randn(7, 7, dtype=torch.float64, generator=seeded(1)).requires_grad_()
 

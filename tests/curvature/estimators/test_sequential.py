@@ -35,13 +35,13 @@ def test_batches_grow_by_a_half_until_the_interval_is_tight():
     assert found.converged
 
 
-@pytest.mark.parametrize("budget", [1, 5, 15, 16, 17, 18, 40, 55])
-def test_the_budget_is_spent_and_not_more(budget):
-    estimator = Halving()
-    found = spend(estimator, budget, 1e-3, least=3)
-    assert sum(estimator.batches) == budget
-    assert not found.converged
-    assert min(estimator.batches) >= min(3, budget)
+def test_the_budget_is_spent_and_not_more():
+    for budget in (1, 5, 15, 16, 17, 18, 40, 55):
+        estimator = Halving()
+        found = spend(estimator, budget, 1e-3, least=3)
+        assert sum(estimator.batches) == budget
+        assert not found.converged
+        assert min(estimator.batches) >= min(3, budget)
 
 
 def test_tightness_is_relative():

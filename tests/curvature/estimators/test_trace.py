@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from metagrad.curvature.estimators.trace import effective_rank, trace
 from metagrad.curvature.estimators.xtrace import XNysTrace
 from tests.curvature.coverage import coverage, covers, median_error
 from tests.curvature.maps import SPECTRA, DiagonalMap, MatrixMap, matrix
-from tests.marks import combined, slow
+from tests.marks import slow
 
 
 class Case(NamedTuple):
@@ -47,22 +48,21 @@ def low_rank(n=60, rank=5, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("method", ["exact", *SKETCHING])
-@pytest.mark.parametrize("spectrum", ["polynomial", "flat", "step"])
-def test_a_budget_of_everything_is_exact(method, spectrum):
-    A = matrix(spectrum, 20)
+def test_a_budget_of_everything_is_exact(method):
     products = CASES[method].everything if method in CASES else 1
-    found = trace(MatrixMap(A), method=method, probes=products, generator=seeded())
-    torch.testing.assert_close(found.value, A.trace(), rtol=1e-10, atol=0)
-    assert found.method == method
+    for spectrum in ("polynomial", "flat", "step"):
+        A = matrix(spectrum, 20)
+        found = trace(MatrixMap(A), method=method, probes=products, generator=seeded())
+        torch.testing.assert_close(found.value, A.trace(), rtol=1e-10, atol=0)
+        assert found.method == method
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_xtrace_is_exact_where_its_basis_is_the_whole_space(distribution, n):
+def test_xtrace_is_exact_where_its_basis_is_the_whole_space(n):
     """Leave-one-out estimates are not, and signs in few dimensions made them all equal."""
     A = torch.randn(n, n, dtype=torch.float64, generator=seeded())
     A = A + A.t()
-    for seed in range(4):
+    for seed, distribution in itertools.product(range(4), DISTRIBUTIONS):
         options = {"distribution": distribution, "generator": seeded(seed)}
         found = trace(MatrixMap(A), method="xtrace", probes=2 * n, **options)
         assert abs(found.value - A.trace()) <= found.stderr < 1e-13
@@ -76,11 +76,10 @@ def test_xnystrace_names_probes_that_are_dependent():
 
 
 @pytest.mark.parametrize("method", SKETCHING)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_low_rank_is_exact_and_known_to_be(method, distribution, dtype):
+def test_low_rank_is_exact_and_known_to_be(method, dtype):
     A, eps = low_rank(dtype=dtype), torch.finfo(dtype).eps
-    for seed in range(5):
+    for seed, distribution in itertools.product(range(3), DISTRIBUTIONS):
         found = trace(
             MatrixMap(A), method=method, probes=24, distribution=distribution, generator=seeded(seed)
         )
@@ -90,12 +89,12 @@ def test_low_rank_is_exact_and_known_to_be(method, distribution, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("scale", [3.0, 1e-9, 0.0])
-def test_multiples_of_the_identity(method, scale):
+def test_multiples_of_the_identity(method):
     """Zero too: no pivots, no norm, nothing to divide by."""
-    found = trace(MatrixMap(scale * torch.eye(30)), method=method, probes=12, generator=seeded())
-    torch.testing.assert_close(found.value, torch.tensor(30 * scale), rtol=1e-5, atol=1e-12)
-    assert found.stderr <= 1e-4 * scale + 1e-12
+    for scale in (3.0, 1e-9, 0.0):
+        found = trace(MatrixMap(scale * torch.eye(30)), method=method, probes=12, generator=seeded())
+        torch.testing.assert_close(found.value, torch.tensor(30 * scale), rtol=1e-5, atol=1e-12)
+        assert found.stderr <= 1e-4 * scale + 1e-12
 
 
 def test_hutchinson_with_signs_is_exact_on_diagonal_matrices():
@@ -107,22 +106,12 @@ def test_hutchinson_with_signs_is_exact_on_diagonal_matrices():
     assert other.stderr > 0.1
 
 
-def test_operators_of_one_element():
-    for method in METHODS:
-        found = trace(MatrixMap(torch.tensor([[4.0]])), method=method, probes=4, generator=seeded())
-        torch.testing.assert_close(found.value, torch.tensor(4.0), rtol=1e-5, atol=0)
-
-
 # Statistics
 
 
 @pytest.mark.parametrize(
     ("method", "distribution"),
-    combined(
-        ["hutchinson", *SKETCHING],
-        DISTRIBUTIONS,
-        fast=lambda method, distribution: method == "xtrace" or distribution == "rademacher",
-    ),
+    [*((method, "rademacher") for method in ["hutchinson", *SKETCHING]), ("xtrace", "sphere")],
 )
 def test_unbiased(method, distribution):
     A = matrix("polynomial", 30)
@@ -170,23 +159,6 @@ def test_intervals_cover(method, spectrum):
         )
 
     assert covers(estimate, values.sum(), repeats=100)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["hutchinson", *SKETCHING])
-@pytest.mark.parametrize("distribution", ["rademacher", "sphere"])
-@pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("probes", [60, 120])
-def test_intervals_cover_on_every_spectrum(method, distribution, spectrum, probes):
-    if (method, spectrum) == ("xnystrace", "indefinite"):
-        pytest.skip("positive semi-definite maps only")
-    values = SPECTRA[spectrum](1000)
-    operator = DiagonalMap(values) if distribution == "sphere" else MatrixMap(matrix(spectrum))
-
-    def estimate(generator):
-        return trace(operator, method=method, probes=probes, distribution=distribution, generator=generator)
-
-    assert covers(estimate, values.sum(), repeats=400)
 
 
 def test_pairs_make_the_difference():
@@ -308,11 +280,10 @@ def test_auto_takes_hutchinson_where_torch_does_not_factorise():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_same_generator_gives_the_same_bits(method, dtype):
-    operator = MatrixMap(matrix("polynomial", 80).to(dtype))
+def test_the_same_generator_gives_the_same_bits(method):
+    operator = MatrixMap(matrix("polynomial", 80).float())
     first, second = (trace(operator, method=method, probes=30, generator=seeded()) for _ in range(2))
-    assert first.value.dtype == first.stderr.dtype == dtype
+    assert first.value.dtype == first.stderr.dtype == torch.float32
     assert torch.equal(first.value, second.value)
     assert torch.equal(first.stderr, second.stderr)
 
@@ -362,8 +333,9 @@ def test_a_subspace_grows_no_further_than_everything(method, most):
 # Derivatives
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    ("method", "distribution"), [*((method, "sphere") for method in METHODS), ("xtrace", "normal")]
+)
 def test_differentiable_as_the_products_are(method, distribution):
     # In few dimensions probes of signs would often be one another's, and xnystrace refuses those.
     root = torch.randn(12, 12, dtype=torch.float64, generator=seeded(1)).requires_grad_()
@@ -390,14 +362,6 @@ def test_differentiable_in_batches(method):
     assert mg.gradcheck(value, (root,), order=1, directions=2)
     assert len(counts) == 1
     assert counts.pop() > 16
-
-
-def test_the_gradient_of_hutchinson_is_the_mean_of_outer_products():
-    A = matrix("flat", 6).clone().requires_grad_()
-    found = trace(MatrixMap(A), method="hutchinson", probes=4000, generator=seeded())
-    (gradient,) = torch.autograd.grad(found.value, A)
-    torch.testing.assert_close(gradient, torch.eye(6, dtype=A.dtype), rtol=0, atol=0.1)
-    assert not found.stderr.requires_grad
 
 
 @pytest.mark.parametrize("method", SKETCHING)

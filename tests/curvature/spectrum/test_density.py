@@ -22,8 +22,9 @@ def smoothed(spectrum: torch.Tensor, grid: torch.Tensor, sigma: float) -> torch.
     return bells.mean(1) / (sigma * math.sqrt(2 * math.pi))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float64) for name in SPECTRA), ("indefinite", torch.float32)]
+)
 def test_a_density_has_mass_one_and_the_moments_of_the_spectrum(name, dtype):
     spectrum = SPECTRA[name](N)
     phi = density(MatrixMap(matrix(name, N).to(dtype)), steps=20, probes=40, generator=generator())
@@ -39,7 +40,7 @@ def test_a_density_has_mass_one_and_the_moments_of_the_spectrum(name, dtype):
     assert phi.matvecs <= 20 * 40
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 4])
 def test_moments_are_those_of_the_probes_to_degree_2m_minus_1(steps):
     dense, probes = matrix("flat", N), 3
     phi = density(MatrixMap(dense), steps=steps, probes=probes, generator=generator())
@@ -75,8 +76,7 @@ def test_two_values_are_two_nodes():
     assert phi.matvecs <= 4 * 64  # the space is invariant after two, up to rounding
 
 
-@pytest.mark.parametrize("value", [0.0, 2.0, -5.0])
-@pytest.mark.parametrize("n", [1, 2, 50])
+@pytest.mark.parametrize(("value", "n"), [(0.0, 2), (2.0, 50), (-5.0, 1)])
 def test_multiples_of_the_identity_are_one_peak(value, n):
     phi = density(MatrixMap(value * torch.eye(n)), probes=3, generator=generator())
     grid = phi.grid()
@@ -102,22 +102,10 @@ def test_one_probe_has_no_error_to_show():
     assert torch.isinf(found.stderr).all()
 
 
-def test_the_same_generator_state_gives_the_same_bits():
-    operator = MatrixMap(matrix("flat", N))
-    first, second = (density(operator, steps=9, probes=3, generator=generator(5)) for _ in range(2))
-    assert torch.equal(first.nodes, second.nodes)
-    assert torch.equal(first.weights, second.weights)
-
-
 def test_a_density_is_made_of_constants():
     phi = density(MatrixMap(matrix("flat", N).clone().requires_grad_()), steps=5, generator=generator())
     assert not phi.nodes.requires_grad
     assert not phi(phi.grid()).value.requires_grad
-
-
-def test_the_default_sigma_is_a_part_of_the_range():
-    phi = density(MatrixMap(torch.diag(torch.tensor([10.0, 11.0, 12.0]))), probes=2, generator=generator())
-    assert phi.sigma == pytest.approx(2 / 200, rel=1e-4)
 
 
 def test_grid_and_repr():
@@ -128,19 +116,19 @@ def test_grid_and_repr():
     assert repr(phi) == "density of 2 eigenvalues from 1 to 3 (1 probe, 2 products)"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"probes": 0}, "probes must be at least 1, got 0"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"sigma": 0.0}, r"sigma must be positive, got 0\.0"),
-        ({"sigma": float("nan")}, "sigma must be positive, got nan"),
-        ({"distribution": "cauchy"}, "distribution must be one of"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=rf"density\(operator\): {message}"):
-        density(MatrixMap(torch.eye(4)), **arguments)
+BAD = [
+    ({"probes": 0}, "probes must be at least 1, got 0"),
+    ({"steps": 0}, "steps must be at least 1, got 0"),
+    ({"sigma": 0.0}, r"sigma must be positive, got 0\.0"),
+    ({"sigma": float("nan")}, "sigma must be positive, got nan"),
+    ({"distribution": "cauchy"}, "distribution must be one of"),
+]
+
+
+def test_bad_arguments():
+    for arguments, message in BAD:
+        with pytest.raises(ValueError, match=rf"density\(operator\): {message}"):
+            density(MatrixMap(torch.eye(4)), **arguments)
 
 
 def test_bad_arguments_of_a_density():

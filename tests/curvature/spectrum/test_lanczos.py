@@ -21,8 +21,9 @@ def tridiagonal(state, i: int) -> torch.Tensor:
     return torch.diag(state.diagonal[i, :size]) + torch.diag(beta, 1) + torch.diag(beta, -1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float64) for name in SPECTRA), ("indefinite", torch.float32)]
+)
 def test_bases_are_orthonormal_and_project_the_operator(name, dtype):
     operator = MatrixMap(matrix(name, N).to(dtype))
     state = lanczos(operator, starts(3, dtype=dtype), steps=40)
@@ -90,13 +91,6 @@ def test_squares_neither_overflow_nor_vanish(magnitude):
     torch.testing.assert_close(scaled.diagonal / magnitude, plain.diagonal, rtol=1e-5, atol=0)
 
 
-def test_the_same_starts_give_the_same_bits():
-    operator = MatrixMap(matrix("polynomial", N))
-    first, second = (lanczos(operator, starts(2), steps=20) for _ in range(2))
-    assert torch.equal(first.basis, second.basis)
-    assert torch.equal(first.diagonal, second.diagonal)
-
-
 def test_only_the_first_product_is_on_the_tape():
     dense = matrix("flat", N).clone().requires_grad_()
     state = lanczos(MatrixMap(dense), starts(1), steps=3)
@@ -116,25 +110,7 @@ def test_bad_arguments():
             lanczos(operator, torch.full((1, 4), bad), steps=2)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_product_that_is_not_finite(bad):
-    dense = torch.eye(4)
-    dense[2, 2] = bad
-    with pytest.raises(
-        ValueError, match=r"lanczos\(operator, \.\.\.\): a product of the operator has NaN or inf"
-    ):
-        lanczos(MatrixMap(dense), torch.ones(1, 4), steps=2)
-
-
-def test_products_of_another_shape():
-    operator = MatrixMap(torch.eye(4))
-    operator.products = lambda vectors: vectors[0]
-    with pytest.raises(ValueError, match=r"must keep the shape \(1, 4\) of its vectors, got \(4,\)"):
-        lanczos(operator, torch.ones(1, 4), steps=2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("size", [0.1, 1.0])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 0.1), (torch.float32, 1.0)])
 def test_operators_that_are_not_symmetric_are_seen(dtype, size):
     dense = matrix("flat", 50).to(dtype)
     skew = torch.randn(50, 50, dtype=dtype, generator=torch.Generator().manual_seed(1)) / 50**0.5

@@ -16,8 +16,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5])
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize(("name", "steps"), [*((name, 5) for name in SPECTRA), ("flat", 1), ("flat", 2)])
 def test_gauss_rules_are_exact_to_degree_2m_minus_1_and_not_beyond(name, steps):
     dense = matrix(name, N) / SPECTRA[name](N).abs().max()
     start = torch.randn(1, N, dtype=torch.float64, generator=generator())
@@ -50,8 +49,7 @@ def test_fewer_steps_are_a_shorter_process():
     assert len(gauss_rule(long, 0, 20).nodes) == 9
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("distribution", ["rademacher", "normal", "sphere"])
+@pytest.mark.parametrize(("distribution", "dtype"), [("normal", torch.float32), ("sphere", torch.float64)])
 def test_traces_of_functions(distribution, dtype):
     operator = MatrixMap(matrix("flat", N).to(dtype))
     for function in (torch.exp, torch.log, torch.reciprocal):
@@ -65,7 +63,7 @@ def test_traces_of_functions(distribution, dtype):
         assert (found.samples, found.matvecs, found.converged) == (30, 900, True)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_diagonal_operators_are_exact_with_signs(n):
     diagonal = torch.arange(1.0, n + 1, dtype=torch.float64)
     found = trace_of(MatrixMap(torch.diag(diagonal)), torch.log, generator=generator())
@@ -100,13 +98,6 @@ def test_at_most_a_chunk_of_probes_is_multiplied_at_once():
     assert sizes == [2] * 10 + [1] * 5
 
 
-def test_the_same_generator_state_gives_the_same_bits():
-    operator = MatrixMap(matrix("flat", N))
-    first, second = (trace_of(operator, torch.log, generator=generator(3)) for _ in range(2))
-    assert torch.equal(first.value, second.value)
-    assert torch.equal(first.stderr, second.stderr)
-
-
 def test_a_tolerance_stops_early_and_says_when_it_was_not_reached():
     operator = MatrixMap(matrix("flat", N))
     loose = trace_of(operator, torch.exp, probes=1000, rtol=0.05, generator=generator())
@@ -121,7 +112,7 @@ def test_a_tolerance_stops_early_and_says_when_it_was_not_reached():
 
 
 @pytest.mark.parametrize("function", [torch.log, torch.sqrt])
-@pytest.mark.parametrize("steps", [4, 6, 8, 12, 16])
+@pytest.mark.parametrize("steps", [4, 12])
 def test_too_few_steps_are_seen_and_widen_the_interval(steps, function):
     spectrum = torch.logspace(-6, 0, 100, dtype=torch.float64)
     q = basis(100)
@@ -167,19 +158,19 @@ def test_the_derivative_is_exact_where_probes_are():
         torch.autograd.grad(gradient.square().sum(), scale)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"probes": 0}, "probes must be at least 1, got 0"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"rtol": 0.0}, r"rtol must be positive, got 0\.0"),
-        ({"distribution": "cauchy"}, "distribution must be one of"),
-        ({"chunk": "much"}, "chunk must be bytes"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=rf"trace_of\(operator, function\): .*{message}"):
-        trace_of(MatrixMap(torch.eye(4)), torch.exp, **arguments)
+BAD = [
+    ({"probes": 0}, "probes must be at least 1, got 0"),
+    ({"steps": 0}, "steps must be at least 1, got 0"),
+    ({"rtol": 0.0}, r"rtol must be positive, got 0\.0"),
+    ({"distribution": "cauchy"}, "distribution must be one of"),
+    ({"chunk": "much"}, "chunk must be bytes"),
+]
+
+
+def test_bad_arguments():
+    for arguments, message in BAD:
+        with pytest.raises(ValueError, match=rf"trace_of\(operator, function\): .*{message}"):
+            trace_of(MatrixMap(torch.eye(4)), torch.exp, **arguments)
 
 
 def test_arguments_of_another_type():
