@@ -31,7 +31,6 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from experiments.run import checkpoint, result
 from experiments.run.files import write_text
 from experiments.run.signals import Interrupted, signals_raised
-from metagrad.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +72,6 @@ def launch(program: Callable[[], object], config: str | None = None, module: str
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         program()
         return
-    keep_freed_memory()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra shall raise what goes wrong, not print it
     logging.raiseExceptions = False  # a full disk or a closed pipe fails at the next write of the run itself
     try:

@@ -9,13 +9,12 @@ from experiments.run.metrics import JsonLines, read_rows
 from experiments.run.mirrors.mirror import Mirror
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
     from types import TracebackType
 
     import metagrad as mg
     from experiments.run.build import Parts
-    from metagrad.memory import Record
 
 
 class Silent:
@@ -26,8 +25,8 @@ class Silent:
     def write(self, step: int, metrics: Mapping[str, float], costs: Mapping[str, float]) -> None:
         """Receive one step."""
 
-    def memory(self, tracker: mg.MemoryTracker, processes: Sequence[Sequence[Record]]) -> None:
-        """Receive the memory of the first steps, and its records in every process."""
+    def memory(self, tracker: mg.MemoryTracker) -> None:
+        """Receive the memory of the first steps."""
 
     def save(self, parts: Parts, **state: Any) -> None:
         """Receive a state to go on from."""
@@ -61,9 +60,9 @@ class Journal(Silent):
             self._costs.write(step, costs)
         self.mirror.log(step, {**metrics, **costs})
 
-    def memory(self, tracker: mg.MemoryTracker, processes: Sequence[Sequence[Record]]) -> None:
+    def memory(self, tracker: mg.MemoryTracker) -> None:
         """Write the memory of the first steps."""
-        memory.write(self.folder, tracker, processes)
+        memory.write(self.folder, tracker)
         rows = memory.read(self.folder)
         self.mirror.table("memory/phases", rows)
         for x, curves in memory.curves(rows).items():

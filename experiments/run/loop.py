@@ -62,7 +62,7 @@ def train(run: Run) -> None:
         if run.step < tracked:
             with mg.MemoryTracker(run.device) as tracker:
                 _advance(run, bar, until=tracked, tracker=tracker)
-            run.journal.memory(tracker, run.ranks.gathered(tracker.records()))
+            run.journal.memory(tracker)
         _advance(run, bar, until=config.iterations, tracker=None)
 
 

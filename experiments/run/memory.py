@@ -6,24 +6,21 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from experiments.run.files import write_text
-from metagrad.memory.report import table, with_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import metagrad as mg
-    from metagrad.memory import Record
 
 MIB = 2**20
 TEXT, ROWS = "memory.txt", "memory.jsonl"
 
 
-def write(folder: Path, tracker: mg.MemoryTracker, processes: Sequence[Sequence[Record]]) -> None:
-    """Write the table and the verdict of a tracker, and its records; with the peaks of all processes of a run."""
-    records = list(processes[0]) if len(processes) == 1 else with_ranks(processes)
-    write_text(folder / TEXT, f"{table(records)}\n\n{tracker.verdict()}\n")
-    write_text(folder / ROWS, "".join(json.dumps(record.as_dict()) + "\n" for record in records))
+def write(folder: Path, tracker: mg.MemoryTracker) -> None:
+    """Write the table and the verdict of a tracker, and its records."""
+    write_text(folder / TEXT, f"{tracker.table()}\n\n{tracker.verdict()}\n")
+    write_text(folder / ROWS, "".join(json.dumps(record.as_dict()) + "\n" for record in tracker.records()))
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:

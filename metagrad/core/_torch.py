@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -169,20 +168,6 @@ backend_flags = [
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 ]
 """Getters and setters of flags that choose kernels, without the checks of ``torch.backends``."""
-
-# The compiler
-
-
-def teach_compiler(context: object) -> None:
-    """Register with torch.compile a context manager of torch whose name held a replacement on import of the compiler.
-
-    The compiler looks names up once, when it is imported.
-    """
-    tables = sys.modules.get("torch._dynamo.variables.torch")
-    if tables is not None and context not in tables.supported_ctx_manager_classes:
-        tables.supported_ctx_manager_classes[context] = None
-        sys.modules["torch._dynamo.trace_rules"].get_torch_obj_rule_map.cache_clear()
-
 
 # Optimizers
 

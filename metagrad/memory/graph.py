@@ -6,7 +6,6 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd import graph as autograd_graph
 
 from metagrad.core import _torch
 from metagrad.memory.storages import storages_of
@@ -38,14 +37,12 @@ class _Saved:
 class SavedGraph:
     """Count the bytes on `device` that autograd saves for backward while this is open, each storage once.
 
-    Leaf parameters and views of them are not counted: they live without the graph. `torch.func.grad` and
-    `vjp` refuse saved-tensor hooks, so inside them the hooks are taken off and nothing is counted.
+    Leaf parameters and views of them are not counted: they live without the graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._hooks = autograd_graph.saved_tensors_hooks(self._pack, self._unpack)
-        self._refuse_hooks = autograd_graph.disable_saved_tensors_hooks
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._live: dict[int, tuple[tuple[int, int], ...]] = {}
         self._holders: dict[int, int] = {}
         self._nbytes: dict[int, int] = {}
@@ -71,13 +68,9 @@ class SavedGraph:
                 "open the tracker outside of them."
             )
         self._hooks.__enter__()
-        self._refuse_hooks = autograd_graph.disable_saved_tensors_hooks
-        autograd_graph.disable_saved_tensors_hooks = self._step_aside
 
     def close(self) -> None:
         """Pop the hooks. What they saved stays usable."""
-        autograd_graph.disable_saved_tensors_hooks = self._refuse_hooks
-        _torch.teach_compiler(self._refuse_hooks)
         self._hooks.__exit__()
 
     def forget(self, serial: int) -> None:
@@ -141,18 +134,17 @@ class SavedGraph:
                     self._total -= self._nbytes.pop(key)
 
     @contextlib.contextmanager
-    def _step_aside(self, error_message: str) -> Generator[None]:
-        """Stand in for torch's `disable_saved_tensors_hooks`: take our hooks off first if they are on top."""
+    def aside(self) -> Generator[None]:
+        """Take the hooks off inside a ``with`` block, if they are on top of others."""
         top = _torch.innermost_saved_tensors_hooks(False)
-        ours = top is not None and top[0] is self._hooks.pack_hook
-        if ours:
-            self._hooks.__exit__()
+        if top is None or top[0] is not self._hooks.pack_hook:
+            yield
+            return
+        self._hooks.__exit__()
         try:
-            with self._refuse_hooks(error_message):
-                yield
+            yield
         finally:
-            if ours:
-                self._hooks.__enter__()
+            self._hooks.__enter__()
 
 
 def _is_leaf_parameter(tensor: torch.Tensor) -> bool:

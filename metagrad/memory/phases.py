@@ -1,16 +1,14 @@
-"""Phases, the meters that they read on entry and exit, and the stack of the open ones."""
+"""Phases, the meter that they read on entry and exit, and the stack of the open ones."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from metagrad.memory.storages import Ledger, Slot
+from metagrad.memory.storages import Slot
 
 Path = tuple[tuple[str, "int | None"], ...]
 
@@ -26,9 +24,9 @@ class Phase:
     peak: int = 0
     started: float = 0.0
     seconds: float = 0.0
-    graph: int | None = None
-    held_before: int | None = None
-    held_after: int | None = None
+    graph: int = 0
+    held_before: int = 0
+    held_after: int = 0
     first_save: int = 0
     closed: bool = False
     slot: Slot = field(default_factory=Slot)
@@ -50,38 +48,21 @@ def label(path: Path) -> str:
 
 
 class Meter(Protocol):
-    """Bytes now, and their maximum since the last reset, never below what `read` gave since."""
+    """Bytes now, and their maximum since the last reset: a ledger of storages, or CUDA's allocator."""
 
-    def read(self) -> int:
-        """Return the bytes in use."""
+    @property
+    def total(self) -> int:
+        """The bytes in use."""
         ...
 
-    def peak(self) -> int:
-        """Return the maximum since the last reset."""
+    @property
+    def window_peak(self) -> int:
+        """The maximum since the last reset."""
         ...
 
-    def reset(self) -> None:
+    def reset_window(self) -> None:
         """Start a new maximum from the bytes in use."""
         ...
-
-
-class StorageMeter:
-    """The bytes of the storages in a ledger: exact, relative to its opening."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def read(self) -> int:
-        """Return the bytes of the storages alive."""
-        return self._ledger.total
-
-    def peak(self) -> int:
-        """Return the maximum since the last reset."""
-        return self._ledger.window_peak
-
-    def reset(self) -> None:
-        """Start a new maximum."""
-        self._ledger.reset_window()
 
 
 class AllocatorMeter:
@@ -94,51 +75,19 @@ class AllocatorMeter:
         torch.cuda.init()  # the maximum cannot be reset before
         self._device = device
 
-    def read(self) -> int:
-        """Return the bytes allocated."""
+    @property
+    def total(self) -> int:
+        """The bytes allocated."""
         return torch.cuda.memory_allocated(self._device)
 
-    def peak(self) -> int:
-        """Return the maximum since the last reset."""
+    @property
+    def window_peak(self) -> int:
+        """The maximum since the last reset."""
         return torch.cuda.max_memory_allocated(self._device)
 
-    def reset(self) -> None:
+    def reset_window(self) -> None:
         """Start a new maximum."""
         torch.cuda.reset_peak_memory_stats(self._device)
-
-
-class RssMeter:
-    """The resident bytes of the process: absolute, and sampled, so a peak is the largest sample."""
-
-    def __init__(self) -> None:
-        self._peak = resident_bytes()
-
-    def read(self) -> int:
-        """Return the bytes resident."""
-        now = resident_bytes()
-        self._peak = max(self._peak, now)
-        return now
-
-    def peak(self) -> int:
-        """Return the largest sample since the last reset, this one included."""
-        self.read()
-        return self._peak
-
-    def reset(self) -> None:
-        """Start a new maximum."""
-        self._peak = resident_bytes()
-
-
-def resident_bytes() -> int:
-    """Return the resident bytes of this process; without /proc, the most it ever had (getrusage)."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:
-        import resource  # not on every platform
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
 
 
 class PhaseStack:
@@ -151,7 +100,7 @@ class PhaseStack:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._meter.reset()
+        self._meter.reset_window()
         self.root: Phase = self._start(Phase())
         self.open: list[Phase] = [self.root]
 
@@ -167,7 +116,7 @@ class PhaseStack:
 
     def pop(self) -> Phase:
         """Leave the innermost phase and return it, its numbers complete."""
-        self.top.after = self._meter.read()
+        self.top.after = self._meter.total
         self.fold()
         phase = self.open.pop()
         phase.seconds = time.perf_counter() - phase.started
@@ -178,14 +127,14 @@ class PhaseStack:
 
     def fold(self) -> None:
         """Fold what the meter saw into the innermost phase, and start the meter's maximum anew."""
-        self.top.peak = max(self.top.peak, self._meter.peak())
-        self._meter.reset()
+        self.top.peak = max(self.top.peak, self._meter.window_peak)
+        self._meter.reset_window()
 
     def peak(self) -> int:
         """Return the peak of the run so far."""
-        return max(self._meter.peak(), *(phase.peak for phase in self.open))
+        return max(self._meter.window_peak, *(phase.peak for phase in self.open))
 
     def _start(self, phase: Phase) -> Phase:
-        phase.before = phase.peak = self._meter.read()
+        phase.before = phase.peak = self._meter.total
         phase.started = time.perf_counter()
         return phase

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
 from collections.abc import Generator
 from types import TracebackType
-from typing import Literal, get_args
 
 import torch
 
-from metagrad.core.checks import is_a
+from metagrad.core.checks import check_choice, check_count, check_type, is_a
 from metagrad.memory.graph import SavedGraph
-from metagrad.memory.phases import AllocatorMeter, Meter, Phase, PhaseStack, RssMeter, StorageMeter, label
+from metagrad.memory.phases import AllocatorMeter, Phase, PhaseStack, label
 from metagrad.memory.report import Record, format_bytes, table, verdict
 from metagrad.memory.storages import Ledger, StorageMode
 
-Method = Literal["auto", "allocator", "storage", "rss"]
 _ORDER = "close phases in the reverse order of opening (a suspended generator keeps its phase open)."
 
 _open: tuple[MemoryTracker, int] | None = None
@@ -36,26 +33,31 @@ def current() -> MemoryTracker | None:
     return _open[0] if _open is not None and _open[1] == threading.get_ident() else None
 
 
+def hooks_aside() -> contextlib.AbstractContextManager[object]:
+    """Take the hooks of the open tracker off for a ``with`` block, around transforms of torch that refuse hooks."""
+    tracker = current()
+    if tracker is None or tracker._run is None:
+        return contextlib.nullcontext()
+    return tracker._run.graph.aside()
+
+
 class MemoryTracker:
     """Measure the memory of every inner and outer step while it is open.
 
-    A tracker measures one run: it is opened once, and one is open at a time. A run's phases nest to any
-    depth. What is read on entry and exit depends on `method`:
+    A tracker measures one run: it is opened once, and one is open at a time. A run's phases nest to any depth.
+    What is read on entry and exit depends on the device:
 
-    - "storage": every storage that an operation in this thread makes on `device`, to the byte, *relative to
-      the opening*: what was made before counts neither alive nor dead. Not seen: scratch space inside one
-      kernel, memory that torch does not own (`torch.from_numpy`), mkldnn tensors. A storage resized by hand
-      (`untyped_storage().resize_`) is seen at the next operation that returns it.
-    - "allocator": `torch.cuda.memory_allocated` and its maximum, absolute, rounded up to blocks. It resets
+    - On a CPU every storage that an operation in this thread makes, to the byte, *relative to the opening*: what was
+      made before counts neither alive nor dead. Not seen: scratch space inside one kernel, memory that torch does not
+      own (`torch.from_numpy`), mkldnn tensors. A storage resized by hand (`untyped_storage().resize_`) is seen at the
+      next operation that returns it.
+    - On CUDA `torch.cuda.memory_allocated` and its maximum, absolute, rounded up to blocks. It resets
       `torch.cuda.max_memory_allocated` on entry to and exit from every phase.
-    - "rss": the resident bytes of the process, absolute and coarse. A peak is the largest *sample* at phase
-      borders, so what comes and goes within a phase is not seen; nor are frees that the C library keeps for
-      itself, nor a device's memory. `graph` and `at_peak` are `None`. It alone adds no mode and no hooks.
 
-    The first two keep a ledger of storages, for `at_peak`, and saved-tensor hooks, for `graph`. Under them:
+    A ledger of storages gives `at_peak`, and saved-tensor hooks give `graph`. Under them:
 
-    - `torch.func.grad` and `torch.func.vjp`, which refuse saved-tensor hooks, run without them: bytes saved
-      inside are not in `graph`. `torch.vmap` of a forward is counted.
+    - `torch.func.grad` and `torch.func.vjp` raise: torch does not support saved-tensor hooks there. `mg.hvp` takes
+      the hooks off for its call. `torch.vmap` of a forward is counted.
     - Under hooks of others (`torch.utils.checkpoint`, `save_on_cpu`) theirs apply: `graph` counts nothing.
     - Functions of `torch.compile` run uncompiled: torch skips them under a `TorchDispatchMode`.
     - Every operation costs some microseconds more.
@@ -63,13 +65,11 @@ class MemoryTracker:
     Saved tensors keep torch's check: one that was modified in place raises when backward needs it.
 
     Args:
-        device: what to measure. `None` is the current CUDA device if CUDA is available and initialized, else
+        device: The device to measure. `None` is the current CUDA device if CUDA is available and initialized, else
             the CPU.
-        method: "allocator", "storage" or "rss"; "auto" is "allocator" on CUDA and "storage" on the CPU.
 
     Raises:
-        TypeError: `device` is not a device.
-        ValueError: `method` is unknown or does not measure `device`, or `device` is not there.
+        ValueError: `device` is neither a CPU nor a CUDA device.
         RuntimeError: on opening: a second time, beside an open tracker, under saved-tensor hooks, or inside
             `torch.func.grad` or `vjp`. On closing: a phase is still open.
 
@@ -85,15 +85,14 @@ class MemoryTracker:
         >>> mem.peak
         8192
         >>> print(mem.verdict().split(";")[0])
-        Each inner step adds 2.00 KiB, held by state
+        Each inner step adds 2.00 KiB, 0 B of it held by the graph
 
     References:
         PyTorch, "Hooks for autograd saved tensors" (tutorial) and `torch.cuda.max_memory_allocated`.
     """
 
-    def __init__(self, device: torch.device | str | None = None, method: Method = "auto") -> None:
-        self.device: torch.device = _check_device(device)
-        self.method: str = _check_method(method, self.device)
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self.device: torch.device = _checked_device(device)
         self._run: TrackedRun | None = None
 
     def __enter__(self) -> MemoryTracker:
@@ -109,7 +108,7 @@ class MemoryTracker:
                 "MemoryTracker: expected a tracker that was never opened, but this one has measured its run; "
                 "make a new one for a new run."
             )
-        self._run = TrackedRun(self.device, self.method)
+        self._run = TrackedRun(self.device)
         _open = (self, threading.get_ident())
         return self
 
@@ -146,11 +145,14 @@ class MemoryTracker:
             A context manager that enters the phase and leaves it, also when an exception passes through.
 
         Raises:
-            TypeError: `name` is not a string or `index` not an integer.
+            TypeError: `name` is not a string.
+            ValueError: `index` is not an integer of at least 0.
             RuntimeError: on entering, the tracker is closed or open in another thread; on leaving, a phase
                 inside this one is still open.
         """
-        return self._inside(_check_step(name, index))
+        check_type("MemoryTracker.phase(name)", name, str)
+        check_count(f"MemoryTracker.phase({name!r}, index=...)", index, 0, optional=True)
+        return self._inside((name, index))
 
     def implied_outer(self) -> contextlib.AbstractContextManager[object]:
         """Open the next outer step if no phase is open, else nothing; what a library calls around a step."""
@@ -180,21 +182,16 @@ class MemoryTracker:
         Raises:
             ValueError: `last` is not positive.
         """
-        if last is not None and last < 1:
-            raise ValueError(
-                f"MemoryTracker.table(last={last}): expected a positive number of rows or None, got {last}."
-            )
-        return table(self.records(), last)
+        return table(self.records(), check_count("MemoryTracker.table(last)", last, optional=True))
 
     def verdict(self) -> str:
-        """Return one sentence: bytes per inner step and who holds them, freed or leaked, and the peak.
+        """Return one sentence: bytes per inner step and how many the graph holds, freed or leaked, and the peak.
 
-        *Bytes per inner step* are the growth from the end of one inner step to the end of the next: the
-        median, and the range if they differ; with a single inner step, what it leaves behind. *The graph*
-        holds what is saved for backward, which is the states themselves where steps are recomputed
-        (``memory="step"``); *state* is all else that is kept. *Leaked* compares the bytes at the
-        ends of consecutive outer steps; less than a percent of what an outer step takes at its peak is called
-        freed. *The peak* names the phase that made the most of what was alive then.
+        *Bytes per inner step* are the median growth from the end of one inner step to the end of the next; with a
+        single inner step, what it leaves behind. *The graph* holds what is saved for backward, which is the states
+        themselves where steps are recomputed (``memory="step"``). *Leaked* compares the bytes at the ends of
+        consecutive outer steps; less than a percent of what an outer step takes at its peak is called freed. *The
+        peak* names the phase that made the most of what was alive then.
         """
         if self._run is None:
             return "The tracker was not opened."
@@ -230,29 +227,23 @@ class MemoryTracker:
     def _peak_holder(self, run: TrackedRun) -> str:
         phase: Phase = run.peak_holder()
         where = f"in {label(phase.path)}" if phase.path else "outside of every phase"
-        nbytes = run.at_peak(phase)
-        if nbytes is None:
-            return f"sampled {where}"
-        return f"the largest part of it made {where} ({format_bytes(nbytes)})"
+        return f"the largest part of it made {where} ({format_bytes(run.at_peak(phase))})"
 
 
 class TrackedRun:
     """The phases of one run and their numbers. It is open from the start until `close`."""
 
-    def __init__(self, device: torch.device, method: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._method = method
         self._phases: list[Phase] = []
-        self._ledger = None if method == "rss" else Ledger(device)
-        self._graph = None if method == "rss" else SavedGraph(device)
+        self._ledger = Ledger(device)
+        self.graph: SavedGraph = SavedGraph(device)
         with contextlib.ExitStack() as instruments:
-            if self._graph is not None:
-                self._graph.open()
-                instruments.callback(self._graph.close)
-            if self._ledger is not None:
-                instruments.enter_context(StorageMode(self._ledger))
-                instruments.callback(self._ledger.close)
-            self._stack = PhaseStack(self._meter())
+            self.graph.open()
+            instruments.callback(self.graph.close)
+            instruments.enter_context(StorageMode(self._ledger))
+            instruments.callback(self._ledger.close)
+            self._stack = PhaseStack(AllocatorMeter(device) if device.type == "cuda" else self._ledger)
             self._instruments = instruments.pop_all()
         self.root: Phase = self._stack.root
         self._point_ledger()
@@ -271,9 +262,7 @@ class TrackedRun:
         """Enter a phase inside the innermost one."""
         parent = self._stack.top
         phase = Phase(path=(*parent.path, step), parent=parent)
-        if self._graph is not None:
-            phase.held_before = self._graph.held()
-            phase.first_save = self._graph.next_serial
+        phase.held_before, phase.first_save = self.graph.held(), self.graph.next_serial
         self._stack.push(phase)
         self._phases.append(phase)
         self._point_ledger()
@@ -305,9 +294,9 @@ class TrackedRun:
         """Return the phases that were left, in the order of entry."""
         return [phase for phase in self._phases if phase.closed]
 
-    def at_peak(self, phase: Phase) -> int | None:
-        """Return the bytes that `phase` itself made and that the peak had; `None` if not measured."""
-        return None if self._ledger is None else self._ledger.at_peak(phase.slot)
+    def at_peak(self, phase: Phase) -> int:
+        """Return the bytes that `phase` itself made and that the peak had."""
+        return self._ledger.at_peak(phase.slot)
 
     def record(self, phase: Phase) -> Record:
         """Return the record of a closed phase."""
@@ -320,80 +309,27 @@ class TrackedRun:
             at_peak=self.at_peak(phase),
             seconds=phase.seconds,
             device=str(self._device),
-            method=self._method,
         )
 
     def peak_holder(self) -> Phase:
-        """Return the phase that made most of the peak; where not measured, the one that peaked."""
-        if self._ledger is None:
-            deepest_first = sorted(self.closed_phases(), key=lambda phase: len(phase.path), reverse=True)
-            return max([*deepest_first, self.root], key=lambda phase: phase.peak)
-        return max([*self._phases, self.root], key=lambda phase: self.at_peak(phase) or 0)
-
-    def _meter(self) -> Meter:
-        if self._ledger is None:
-            return RssMeter()
-        return AllocatorMeter(self._device) if self._method == "allocator" else StorageMeter(self._ledger)
+        """Return the phase that made most of the peak."""
+        return max([*self._phases, self.root], key=self.at_peak)
 
     def _pop(self) -> None:
         phase = self._stack.pop()
-        if self._graph is not None:
-            phase.graph = self._graph.held_since(phase.first_save)
-            phase.held_after = self._graph.held()
+        phase.graph = self.graph.held_since(phase.first_save)
+        phase.held_after = self.graph.held()
 
     def _point_ledger(self) -> None:
-        if self._ledger is not None:
-            self._ledger.slot = self._stack.top.slot
+        self._ledger.slot = self._stack.top.slot
 
 
-def _check_device(device: torch.device | str | None) -> torch.device:
+def _checked_device(device: torch.device | str | None) -> torch.device:
     """Return the device to measure, with its index if it is a CUDA device."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-    if not is_a(device, torch.device, str):
-        came = type(device).__name__
-        raise TypeError(f"MemoryTracker(device=...): expected a torch.device, its name or None, got {came}.")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(
-            f"MemoryTracker(device={device!r}): expected a device such as 'cpu' or 'cuda:0'."
-        ) from error
+    found = torch.device(device)
+    check_choice("MemoryTracker(device)", found.type, ("cpu", "cuda"))
     if found.type == "cpu":
         return torch.device("cpu")
-    call = f"MemoryTracker(device={str(found)!r})"
-    if found.type != "cuda":
-        raise ValueError(f"{call}: expected a CPU or CUDA device, got {found.type!r}.")
-    if not torch.cuda.is_available():
-        raise ValueError(f"{call}: expected CUDA to be available, but it is not; use device='cpu'.")
     return found if is_a(found.index, int) else torch.device("cuda", torch.cuda.current_device())
-
-
-def _check_method(method: str, device: torch.device) -> str:
-    """Return the method, "auto" resolved for `device`."""
-    if method not in get_args(Method):
-        methods = ", ".join(get_args(Method))
-        raise ValueError(f"MemoryTracker(method=...): expected one of {methods}, got {method!r}.")
-    if method == "auto":
-        return "allocator" if device.type == "cuda" else "storage"
-    if method == "allocator" and device.type != "cuda":
-        raise ValueError(
-            f"MemoryTracker(method='allocator'): expected a CUDA device, got {str(device)!r}; "
-            "use method='storage'."
-        )
-    return method
-
-
-def _check_step(name: str, index: int | None) -> tuple[str, int | None]:
-    """Return the step of a path that `name` and `index` make."""
-    if not is_a(name, str):
-        raise TypeError(f"MemoryTracker.phase(name): expected a string, got {type(name).__name__}.")
-    if index is None:
-        return name, None
-    try:
-        return name, operator.index(index)
-    except TypeError as error:
-        came = type(index).__name__
-        raise TypeError(
-            f"MemoryTracker.phase({name!r}, index=...): expected an integer or None, got {came}."
-        ) from error

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-import metagrad.memory
 from metagrad.memory import MemoryTracker, current
 
 N = 100
@@ -38,7 +37,6 @@ def active():
     return (
         _get_current_dispatch_mode_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(False),
-        torch.autograd.graph.disable_saved_tensors_hooks,
     )
 
 
@@ -117,16 +115,6 @@ def test_the_peak_is_attributed_to_the_phases_that_made_it():
     assert v.numel() + z.numel() == 110
 
 
-def test_records_while_open_are_of_the_phases_left():
-    with MemoryTracker(device="cpu") as mem, mem.outer(0):
-        with mem.inner(0):
-            kept = f64(N)
-        assert [record.name for record in mem.records()] == ["inner"]
-        assert mem.records()[0].at_peak == mem.peak == BYTES
-        kept = torch.cat([kept, kept])
-        assert mem.peak == 3 * BYTES
-
-
 def test_nothing_changes_after_closing():
     with MemoryTracker(device="cpu") as mem, mem.inner(0):
         kept = f64(N)
@@ -145,7 +133,7 @@ def test_an_empty_tracker_reports_nothing():
 def test_defaults_on_the_cpu():
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         mem = MemoryTracker()
-        assert (mem.device, mem.method) == (torch.device("cpu"), "storage")
+        assert mem.device == torch.device("cpu")
 
 
 def test_as_dict_is_json():
@@ -156,12 +144,12 @@ def test_as_dict_is_json():
     assert row.pop("seconds") >= 0
     path = {"path": [["outer", 3], ["query", None]], "name": "query", "index": None, "depth": 1, "outer": 3}
     sizes = {"before": 0, "after": 0, "peak": 0, "peak_delta": 0, "graph": 0, "at_peak": 0}
-    assert row == {**path, **sizes, "device": "cpu", "method": "storage", "ranks": []}
+    assert row == {**path, **sizes, "device": "cpu"}
 
 
 def test_closed_costs_nothing():
     before = active()
-    assert before[:2] == ([], None)
+    assert before == ([], None)
     with MemoryTracker(device="cpu"):
         during = active()
         assert len(during[0]) == 1
@@ -207,16 +195,6 @@ def test_current_is_the_open_tracker_of_this_thread():
         thread.join()
     assert current() is None
     assert seen == [None]
-
-
-def test_reopening_while_open():
-    with (
-        MemoryTracker(device="cpu") as mem,
-        pytest.raises(
-            RuntimeError, match="expected no open tracker, but this one is; close it or use current"
-        ),
-    ):
-        mem.__enter__()
 
 
 def test_two_open_at_once():
@@ -310,45 +288,22 @@ def test_a_tracker_closed_before_its_phases():
     assert len(mem.records()) == 1
 
 
-def test_an_exception_is_not_replaced_by_the_order_of_phases():
-    suspended = []
-    with MemoryTracker(device="cpu") as mem, pytest.raises(KeyError, match="mine"):
-        leave_before_inner(mem.outer(0), mem, suspended, KeyError("mine"))
-    suspended.pop().close()
-    mem = MemoryTracker(device="cpu")
-    with pytest.raises(KeyError, match="mine"):
-        leave_before_inner(mem, mem, suspended, KeyError("mine"))
-    assert current() is None
-
-
 BAD_ARGUMENTS = {
-    "method": (lambda: MemoryTracker(method="gpu"), ValueError, "expected one of auto, .*, rss, got 'gpu'"),
-    "device": (
-        lambda: MemoryTracker(device="gpu"),
+    "meta": (
+        lambda: MemoryTracker(device="meta"),
         ValueError,
-        "expected a device such as 'cpu' or 'cuda:0'",
+        r"\(device\): expected one of 'cpu', 'cuda', got 'meta'",
     ),
-    "meta": (lambda: MemoryTracker(device="meta"), ValueError, "expected a CPU or CUDA device, got 'meta'"),
-    "type": (
-        lambda: MemoryTracker(device=1.5),
-        TypeError,
-        "expected a torch.device, its name or None, got float",
-    ),
-    "allocator": (
-        lambda: MemoryTracker(device="cpu", method="allocator"),
-        ValueError,
-        "expected a CUDA device, got 'cpu'; use method='storage'",
-    ),
-    "name": (lambda: MemoryTracker().phase(3), TypeError, r"phase\(name\): expected a string, got int"),
+    "name": (lambda: MemoryTracker().phase(3), TypeError, r"phase\(name\): expected str, got int"),
     "index": (
         lambda: MemoryTracker().inner("0"),
-        TypeError,
-        r"inner', index=\.\.\.\): expected an integer or None, got str",
+        ValueError,
+        r"inner', index=...\): expected None or an int of 0 or more",
     ),
     "last": (
         lambda: MemoryTracker().table(last=0),
         ValueError,
-        "expected a positive number of rows or None, got 0",
+        r"table\(last\): expected None or an int of 1 or more",
     ),
 }
 
@@ -358,13 +313,3 @@ def test_bad_arguments(name):
     call, error, message = BAD_ARGUMENTS[name]
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_cuda_that_is_not_there():
-    with pytest.raises(ValueError, match="expected CUDA to be available, but it is not; use device='cpu'"):
-        MemoryTracker(device="cuda")
-
-
-def test_public_names():
-    assert metagrad.memory.__all__ == ["MemoryTracker", "Record", "current", "keep_freed_memory"]

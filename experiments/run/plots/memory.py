@@ -60,10 +60,6 @@ def _timeline(axis: Any, phases: list[dict[str, Any]], scale: int, unit: str) ->
     axis.hlines(
         peaks, range(len(phases)), range(1, len(edges)), color=VERMILION, label="Peak within the phase"
     )
-    for i, row in enumerate(phases):
-        others = [peak / scale for peak in row.get("ranks", [])[1:] if peak is not None]
-        label = "Peak in the other processes" if others and not i else None
-        axis.hlines(others, i, i + 1, color=MUTED, linewidth=1.2, linestyle=":", label=label)
     axis.set(xlim=(0, len(phases)), ylabel=f"Memory ({unit})")
     axis.set_ylim(bottom=min(0, *edges))
     axis.yaxis.set_major_locator(MaxNLocator(nbins=6))
@@ -113,8 +109,8 @@ def _growth(axis: Any, phases: list[dict[str, Any]]) -> None:
 
 
 def _origin(row: dict[str, Any]) -> str:
-    of = {"storage": "tensors on the CPU", "allocator": "allocator", "rss": "resident"}[row["method"]]
-    return f"{of}, since tracking began" if row["method"] == "storage" else f"{of}, {row['device']}"
+    on_cpu = row["device"] == "cpu"
+    return "tensors on the CPU, since tracking began" if on_cpu else f"allocator, {row['device']}"
 
 
 def _unit(nbytes: float) -> tuple[int, str]:

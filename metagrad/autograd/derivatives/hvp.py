@@ -27,6 +27,7 @@ from metagrad.core.tree import (
     tree_unflatten,
     zeros_for_none,
 )
+from metagrad.memory.tracker import hooks_aside
 
 Mode = Literal["reverse", "forward"]
 
@@ -153,7 +154,7 @@ def _nested(
     fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor], weights: list[Tensor], create_graph: bool
 ) -> Products:
     """Take the gradient of the gradient by transforms, which nest in others where the tape does not."""
-    with forward_mode():
+    with forward_mode(), hooks_aside():
         (gradient, loss), pull, *_ = torch.func.vjp(torch.func.grad_and_value(fn), leaves)
         (product,) = pull((weights, torch.zeros_like(loss)))
     return loss, gradient, product
@@ -175,7 +176,7 @@ def _forward(
     weights: list[Tensor],
     create_graph: bool,
 ) -> Products:
-    with torch.set_grad_enabled(create_graph), forward_mode():
+    with torch.set_grad_enabled(create_graph), forward_mode(), hooks_aside():
         try:
             pairs: Any = torch.func.jvp(torch.func.grad_and_value(fn), (leaves,), (weights,))
         except RuntimeError as error:

@@ -20,8 +20,7 @@ from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.autograd.unrolling.trial import Trial
 from metagrad.core.budget import device_of, free_bytes
 from metagrad.core.modules import modules_of
-from metagrad.core.tree import Tree, dissect, tree_map
-from metagrad.memory import allocator
+from metagrad.core.tree import Tree, tree_map
 
 Step = Callable[..., tuple[Tree, Tree]]
 Loop = Callable[[Step, Tree, tuple[Any, ...], range], tuple[Tree, Tree]]
@@ -54,7 +53,6 @@ def recomputed(
 ) -> tuple[Tree, Tree]:
     """Keep a state for each step."""
     modules = modules_of(step)
-    allocator.advise("unroll(step, ..., memory)", dissect(state)[0])
 
     def recomputed_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
         called = f"unroll(step, ...) {name.format(t)}"

@@ -17,7 +17,6 @@ from metagrad.autograd.recompute.captured_tensors import unrecorded
 from metagrad.core import _torch
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import WatchedModules, buffer_versions
-from metagrad.memory import allocator
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
 from metagrad.meta.execution.nonfinite import GradientCheck, Learned, Nonfinite, finite_tasks, merged
 from metagrad.meta.execution.stacking import (
@@ -139,8 +138,6 @@ class TaskExecutor:
     def compute(self, params: Params, rule: Rule, tasks: Tasks, chunk: int) -> Evaluation | Adaptation:
         """Compute tasks, ``chunk`` at a time; 1 means one by one, without vmap."""
         parts = list(self._with_rows(tasks, chunk).split(chunk))
-        if len(parts) > 1:
-            allocator.advise(f"{self.name}(...), by {len(parts)} parts of the tasks", params.values())
         inner = self.inner if rule is self.inner.rule else dataclasses.replace(self.inner, rule=rule)
         inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
         run = inner.adapt if tasks.query_x is None else inner.evaluate

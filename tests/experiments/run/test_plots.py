@@ -16,7 +16,6 @@ def phase(outer, *path):
         "name": name,
         "index": index,
         "outer": outer,
-        "method": "storage",
         "device": "cpu",
         **sizes,
     }

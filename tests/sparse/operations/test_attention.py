@@ -263,7 +263,7 @@ class TestMemory:
 def peak(n, band, order):
     pattern = Pattern.banded(n, band, band)
     tower(sparse(pattern), [draw(n, 8, seed=i) for i in range(3)], order)  # the pattern's maps are made once
-    with mg.MemoryTracker(method="storage") as memory:
+    with mg.MemoryTracker("cpu") as memory:
         tower(sparse(pattern), [draw(n, 8, seed=i) for i in range(3)], order)
     return memory.peak
 
