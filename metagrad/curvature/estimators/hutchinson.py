@@ -21,7 +21,6 @@ class Hutchinson(Estimator):
     """
 
     name = "hutchinson"
-    summary = "the mean of :math:`z^T A z`; its error falls as 1 / sqrt(probes), and it keeps a chunk"
     has_subspace = False
 
     def __init__(self, probing: Probing) -> None:
@@ -58,7 +57,6 @@ class Exact(Estimator):
     """Sum the diagonal, from a product with each row of the identity."""
 
     name = "exact"
-    summary = "the diagonal, from n products; its error is rounding, and it keeps a chunk"
     has_subspace = False
 
     def __init__(self, probing: Probing) -> None:
@@ -97,10 +95,6 @@ class HutchPlusPlus(Estimator):
     """
 
     name = "hutch++"
-    summary = (
-        "a subspace exactly, and the rest by Hutchinson; its error falls as 1 / probes, or faster where the spectrum "
-        "decays, and it keeps 4/3 n-vectors for each probe"
-    )
     least = 3
 
     def __init__(self, probing: Probing) -> None:

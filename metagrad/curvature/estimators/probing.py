@@ -112,8 +112,6 @@ class Estimator(Protocol):
     """An estimate that improves with every product; an estimator of the trace is found by its name."""
 
     name: ClassVar[str]
-    summary: ClassVar[str] = ""
-    """What it is, how its error falls, and what it keeps."""
     least: ClassVar[int] = 1
     """The fewest products that it needs."""
     has_subspace: ClassVar[bool] = True

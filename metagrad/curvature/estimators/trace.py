@@ -21,9 +21,8 @@ from metagrad.curvature.estimators.probing import (
     spend,
 )
 from metagrad.curvature.estimators.student import student_t
-from metagrad.curvature.estimators.xtrace import XNysTrace, XTrace
+from metagrad.curvature.estimators.xtrace import XTrace
 from metagrad.curvature.linear_map import FACTORISED, LinearMap, checked_size
-from metagrad.curvature.methods import with_methods
 from metagrad.curvature.rows import inner
 
 
@@ -42,11 +41,6 @@ class Auto(Estimator):
     """
 
     name = "auto"
-    summary = (
-        '"exact" where the products allow it; from 16 products on "xtrace" or, where the first eight show that the '
-        'spectrum is flat, "hutchinson"; and that for fewer, or where XTrace would keep more than 1 GiB; '
-        ":attr:`Estimate.method` names the choice"
-    )
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
@@ -102,7 +96,7 @@ def effective_rank(products: Tensor) -> float:
     return second**2 / fourth if fourth else math.nan
 
 
-ESTIMATORS: tuple[type[Estimator], ...] = (Auto, Exact, Hutchinson, HutchPlusPlus, XTrace, XNysTrace)
+ESTIMATORS: tuple[type[Estimator], ...] = (Auto, Exact, Hutchinson, HutchPlusPlus, XTrace)
 _BY_NAME = {cls.name: cls for cls in ESTIMATORS}
 _SKETCH_BYTES = 2**30  # what "auto" lets XTrace keep
 
@@ -121,17 +115,26 @@ def trace(
 
     .. math:: \mathrm{tr} A = E[z^T A z], \qquad E[z z^T] = I
 
-    Methods:
+    ============ ======================================================= ======================= =================
+    method       what                                                    its error falls as      keeps, in n-vectors
+    ============ ======================================================= ======================= =================
+    "exact"      the diagonal, from n products                           rounding                a chunk
+    "hutchinson" the mean of :math:`z^T A z`                             1 / sqrt(probes)        a chunk
+    "hutch++"    a subspace exactly, and the rest by Hutchinson          1 / probes, or faster   4/3 for each probe
+    "xtrace"     each probe tests what the subspace of all others leaves 1 / probes, or faster   3/2 for each probe
+    "auto"       exact if the products allow it, else xtrace, or hutchinson for few products or a flat spectrum
+    ============ ======================================================= ======================= =================
+
     On spectra that decay, the methods with a subspace win by orders of magnitude; on flat ones Hutchinson's is best,
     by a factor of about 1.4, and "auto" takes it. The interval covers about what its level says (measured on five
     spectra, n = 1000: 85 to 95 % for 90 %), less where fewer than about ten samples meet a few outliers.
 
     Args:
         operator: The map, n x n and symmetric.
-        method: One of the list. "hutch++" needs at least 3 products and "xtrace" 2; beyond 3n, 2n and n products,
-            "hutch++", "xtrace" and "xnystrace" spend no more on their subspace, which is then the whole space.
+        method: A row of the table. "hutch++" needs at least 3 products and "xtrace" 2; beyond 3n and 2n products they
+            spend no more on their subspace, which is then the whole space.
         probes: How many products with the operator to spend, 64 by default, whatever the method (which makes methods
-            comparable): Hutchinson and XNysTrace have a sample from each, Hutch++ from every third, XTrace from every
+            comparable): Hutchinson has a sample from each, Hutch++ from every third, XTrace from every
             second. With ``rtol``, the most that may be spent, 1024 by default. "exact" always spends n.
         rtol: Stop when the 95 % interval's half-width is at most ``rtol * |trace|``. Products are spent in batches
             that make the total 16, 24, 36, ...; nothing is thrown away between them.
@@ -147,9 +150,8 @@ def trace(
         every method; the number of products at which ``rtol`` stops counts as a constant.
 
     Raises:
-        ValueError: A product has NaN or inf; the map has a negative eigenvalue (for "xnystrace", as far as the probes
-            see it); an argument is out of range; the derivative does not exist, because products that require grad
-            are dependent (low rank with "hutch++", "xtrace" and "xnystrace").
+        ValueError: A product has NaN or inf; an argument is out of range; the derivative does not exist, because
+            products that require grad are dependent (low rank with "hutch++" and "xtrace").
         TypeError: An argument has the wrong type.
 
     Example:
@@ -184,9 +186,6 @@ def trace(
     if estimator.has_subspace:
         check_factorised(call, method, operator.dtype)
     return spend(estimator(probing), budget, None if method == "exact" else rtol, least)
-
-
-trace.__doc__ = with_methods(trace.__doc__, {cls.name: cls.summary for cls in ESTIMATORS})
 
 
 def _chosen(operator: LinearMap, n: int, budget: int, rtol: float | None) -> str:

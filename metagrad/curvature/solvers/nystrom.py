@@ -17,7 +17,7 @@ FIRST_RANK, LARGEST_RANK = 8, 256  # of the adaptive choice
 
 @dataclass(frozen=True, eq=False)
 class Nystrom:
-    r"""A low-rank approximation :math:`\hat A = U \Lambda U^T \preceq A`; a linear map, made by :func:`nystrom`.
+    r"""A low-rank approximation :math:`\hat A = U \Lambda U^T \preceq A`; made by :func:`nystrom`.
 
     Attributes:
         basis: Orthonormal rows, the columns of U, [rank, n].
@@ -28,25 +28,6 @@ class Nystrom:
     basis: Tensor
     eigenvalues: Tensor
     matvecs: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, n)."""
-        return self.basis.shape[1], self.basis.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of vectors and products."""
-        return self.basis.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.basis.device
-
-    def products(self, vectors: Tensor) -> Tensor:
-        """Multiply rows [k, n] with the approximation."""
-        return self._scaled(vectors, self.eigenvalues)
 
     def inverse(self, damping: float | Tensor) -> Rows:
         r"""Return the map :math:`v \mapsto (\hat A + \mu I)^{-1} v` of rows; it costs two products with U.
@@ -68,7 +49,7 @@ class Nystrom:
 
         def solve(rows: Tensor) -> Tensor:
             inside = self._scaled(rows, 1 / (self.eigenvalues + damping))
-            if len(self.basis) == self.shape[0]:
+            if len(self.basis) == self.basis.shape[1]:
                 return inside
             # Projected twice: divided by a small damping, rounding errors along U would be all there is.
             outside = rows - self._scaled(rows, torch.ones_like(self.eigenvalues))

@@ -18,44 +18,6 @@ Preconditioner: TypeAlias = Callable[[Tensor], Tensor] | Tensor
 """A symmetric positive definite map of rows [k, n] that is close to the inverse, or the operator's diagonal [n]."""
 
 
-def diagonal_preconditioner(diagonal: Tensor, *, damping: float | Tensor = 0.0, power: float = 1.0) -> Rows:
-    r"""Make a preconditioner of a diagonal.
-
-    .. math:: v \mapsto (d + \mu)^{-p} \, v
-
-    Args:
-        diagonal: The diagonal d of the operator or an estimate of it, [n].
-        damping: What is added to it.
-        power: The exponent p; 1 is Jacobi's, Martens takes 0.75.
-
-    Returns:
-        A map of rows [k, n].
-
-    Raises:
-        ValueError: ``diagonal`` is no vector, or not above 0 everywhere with the damping added.
-
-    Example:
-        >>> from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
-        >>> diagonal_preconditioner(torch.tensor([1.0, 3.0]), damping=1.0)(torch.ones(1, 2))
-        tensor([[0.5000, 0.2500]])
-
-    References:
-        Martens, "Deep learning via Hessian-free optimization", ICML 2010, section 4.7.
-    """
-    if diagonal.ndim != 1:
-        raise ValueError(
-            f"diagonal_preconditioner(diagonal): expected a vector [n], got shape {tuple(diagonal.shape)}."
-        )
-    damped = diagonal + damping
-    if not bool((damped > 0).all()):
-        raise ValueError(
-            "diagonal_preconditioner(diagonal): every element plus the damping must be above 0, the least is "
-            f"{float(damped.min()):.3g}. Take absolute values, a lower bound, or more damping."
-        )
-    scale = damped**-power
-    return lambda rows: rows * scale
-
-
 _REMEDY = (
     "Symmetrise it, or solve the normal equations with x -> A^T A x. If the difference is noise that you accept, "
     "pass check_symmetry=False."
@@ -106,7 +68,13 @@ def checked_preconditioner(
                 f"{call}: as a tensor, preconditioner must be the operator's diagonal, [{n}] of {operator.dtype}, "
                 f"got {list(preconditioner.shape)} of {preconditioner.dtype}."
             )
-        return diagonal_preconditioner(preconditioner, damping=damping)
+        damped = preconditioner + damping
+        if not bool((damped > 0).all()):
+            raise ValueError(
+                f"{call}: every element of the preconditioner plus the damping must be above 0, the least is "
+                f"{float(damped.min()):.3g}. Take absolute values, a lower bound, or more damping."
+            )
+        return lambda rows: rows / damped
     if not callable(preconditioner):
         raise TypeError(
             f"{call}: preconditioner must be a map of rows or a diagonal [{n}], got {type(preconditioner).__name__}."

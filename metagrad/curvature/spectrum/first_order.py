@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from metagrad.core._torch import Function
+from metagrad.curvature.solvers.implicit import refuse_derivatives
 
 
 def first_order(value: Tensor, call: str) -> Tensor:
@@ -40,29 +41,12 @@ class _FirstOrder(Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Refused.apply(gradient, ctx.saved_tensors[0], ctx.call), None
+        sentence = (
+            f"{ctx.call}: the result has first derivatives only; its gradient was differentiated again. Take the "
+            "gradient with create_graph=False, or build the quantity from products, which have every order."
+        )
+        return refuse_derivatives(gradient, sentence, *ctx.saved_tensors), None
 
     @staticmethod
     def jvp(ctx, tangent: Tensor, _: None) -> Tensor:
         return tangent.clone()
-
-
-class _Refused(Function):
-    """The identity on a gradient; it depends on ``value`` in the graph, and raises when it is differentiated."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gradient: Tensor, value: Tensor, call: str) -> Tensor:
-        return gradient.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-        ctx.call = inputs[2]
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> None:
-        raise NotImplementedError(
-            f"{ctx.call}: the result has first derivatives only; its gradient was differentiated again. Take the "
-            "gradient with create_graph=False, or build the quantity from products, which have every order."
-        )

@@ -10,14 +10,14 @@ from torch import Tensor
 from metagrad.curvature.estimators.diagonal import XDiag
 from metagrad.curvature.estimators.hutchinson import HutchPlusPlus
 from metagrad.curvature.estimators.probing import Probing
-from metagrad.curvature.estimators.xtrace import XNysTrace, XTrace
+from metagrad.curvature.estimators.xtrace import XTrace
 from tests.curvature.maps import MatrixMap
 
 
 def fitted(cls, matrix: Tensor, products: int, distribution="rademacher", seed=0, batches=1):
     """An estimator that has spent its products, in equal batches."""
     generator = torch.Generator().manual_seed(seed)
-    estimator: XTrace | XNysTrace | XDiag | HutchPlusPlus = cls(
+    estimator: XTrace | XDiag | HutchPlusPlus = cls(
         Probing("trace(operator, ...)", MatrixMap(matrix), distribution, generator, "64MiB")
     )
     for _ in range(batches):
@@ -45,13 +45,6 @@ def xtrace(A: Tensor, probes: Tensor, i: int, left_out: Collection[int], distrib
     P = off(others @ A)
     g = _resphered(P @ probes[i], len(A) - len(others), distribution)
     return A.trace() - (P @ A @ P).trace() + g @ A @ g
-
-
-def xnystrace(A: Tensor, probes: Tensor, i: int, left_out: Collection[int], distribution: str) -> Tensor:
-    others = without(probes, {i, *left_out})
-    nystrom = A @ others.t() @ torch.linalg.inv(others @ A @ others.t()) @ others @ A
-    g = _resphered(off(others) @ probes[i], len(A) - len(others), distribution)
-    return nystrom.trace() + g @ (A - nystrom) @ g
 
 
 def xdiag(A: Tensor, probes: Tensor, i: int, left_out: Collection[int], distribution: str) -> Tensor:

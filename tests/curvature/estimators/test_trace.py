@@ -10,8 +10,7 @@ import torch
 
 import metagrad as mg
 from metagrad.curvature.estimators.trace import effective_rank, trace
-from metagrad.curvature.estimators.xtrace import XNysTrace
-from tests.curvature.coverage import coverage, covers, median_error
+from tests.curvature.coverage import covers, median_error
 from tests.curvature.maps import SPECTRA, DiagonalMap, MatrixMap, matrix
 from tests.marks import slow
 
@@ -27,7 +26,6 @@ class Case(NamedTuple):
 CASES = {
     "hutch++": Case(everything=66, least=3, median=7e-8),
     "xtrace": Case(everything=40, least=2, median=8e-11),
-    "xnystrace": Case(everything=20, least=1, median=1e-13),
 }
 SKETCHING = [*CASES]
 METHODS = ["exact", "hutchinson", *CASES]
@@ -67,12 +65,6 @@ def test_xtrace_is_exact_where_its_basis_is_the_whole_space(n):
         found = trace(MatrixMap(A), method="xtrace", probes=2 * n, **options)
         assert abs(found.value - A.trace()) <= found.stderr < 1e-13
         assert found.samples == 0
-
-
-def test_xnystrace_names_probes_that_are_dependent():
-    options = {"method": "xnystrace", "probes": 2, "distribution": "rademacher", "generator": seeded(3)}
-    with pytest.raises(ValueError, match=r'the 2 probes are linearly dependent.*distribution="sphere"'):
-        trace(MatrixMap(torch.eye(2)), **options)
 
 
 @pytest.mark.parametrize("method", SKETCHING)
@@ -146,8 +138,6 @@ def test_medians_on_exponential_decay_are_the_published_ones(method):
         slow("xtrace", "flat"),
         ("auto", "flat"),
         slow("auto", "step"),
-        slow("xnystrace", "polynomial"),
-        ("xnystrace", "exponential"),
     ],
 )
 def test_intervals_cover(method, spectrum):
@@ -159,18 +149,6 @@ def test_intervals_cover(method, spectrum):
         )
 
     assert covers(estimate, values.sum(), repeats=100)
-
-
-def test_pairs_make_the_difference():
-    """Leave-one-out estimates of Nystrom's agree with each other more than with the truth."""
-    values = SPECTRA["exponential"](1000)
-
-    def estimate(generator):
-        return trace(DiagonalMap(values), method="xnystrace", probes=60, generator=generator)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(XNysTrace, "most", 0.25)
-        assert coverage(estimate, values.sum(), repeats=60) < 0.7
 
 
 # rtol
@@ -319,9 +297,7 @@ def test_estimates_do_not_depend_on_chunks(method):
         torch.testing.assert_close(found.stderr, whole.stderr, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("method", "most"), [("exact", 20), ("hutch++", 60), ("xtrace", 40), ("xnystrace", 20)]
-)
+@pytest.mark.parametrize(("method", "most"), [("exact", 20), ("hutch++", 60), ("xtrace", 40)])
 def test_a_subspace_grows_no_further_than_everything(method, most):
     operator = MatrixMap(matrix("flat", 20))
     found = trace(operator, method=method, probes=500, generator=seeded())
@@ -337,7 +313,6 @@ def test_a_subspace_grows_no_further_than_everything(method, most):
     ("method", "distribution"), [*((method, "sphere") for method in METHODS), ("xtrace", "normal")]
 )
 def test_differentiable_as_the_products_are(method, distribution):
-    # In few dimensions probes of signs would often be one another's, and xnystrace refuses those.
     root = torch.randn(12, 12, dtype=torch.float64, generator=seeded(1)).requires_grad_()
 
     def value(root):
@@ -411,15 +386,6 @@ def test_a_product_that_is_not_finite_is_an_error(method):
         ValueError, match=r"trace\(operator, \.\.\.\): a product of the operator has NaN or inf"
     ):
         trace(MatrixMap(matrix), method=method, probes=6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_xnystrace_refuses_negative_eigenvalues(dtype):
-    operator = MatrixMap(matrix("indefinite", 300).to(dtype))
-    with pytest.raises(ValueError, match=r'xnystrace needs a positive semi-definite .* Take method="xtrace"'):
-        trace(operator, method="xnystrace", probes=40, generator=seeded())
-    with pytest.raises(ValueError, match="has the eigenvalue -"):
-        trace(MatrixMap(-torch.eye(30, dtype=dtype)), method="xnystrace", probes=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -24,6 +24,10 @@ def of_rank(n: int, rank: int) -> torch.Tensor:
     return factor @ factor.t()
 
 
+def products(found, v):
+    return (v @ found.basis.t() * found.eigenvalues) @ found.basis
+
+
 @pytest.mark.parametrize("rank", [5, 8, 20])
 def test_it_is_exact_for_an_operator_of_its_rank(rank):
     A = of_rank(20, 5)
@@ -31,11 +35,10 @@ def test_it_is_exact_for_an_operator_of_its_rank(rank):
     found = nystrom(operator, rank, generator=generator())
     assert found.matvecs == operator.matvecs == rank
     v = random(3, 20)
-    torch.testing.assert_close(found.products(v), v @ A, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(products(found, v), v @ A, rtol=1e-9, atol=1e-9)
     expected = torch.linalg.eigvalsh(A).flip(0)[:5]
     torch.testing.assert_close(found.eigenvalues[:5], expected, rtol=1e-9, atol=0)
     assert not found.eigenvalues[5:].any()
-    assert (found.shape, found.dtype, found.device) == ((20, 20), A.dtype, A.device)
     eye = torch.eye(rank, dtype=A.dtype)
     torch.testing.assert_close(found.basis @ found.basis.t(), eye, rtol=0, atol=1e-10)
 
@@ -43,7 +46,7 @@ def test_it_is_exact_for_an_operator_of_its_rank(rank):
 def test_it_is_below_the_operator_and_close_to_the_best_of_its_rank():
     A = matrix("exponential", 100)
     found = nystrom(MatrixMap(A), 30, generator=generator())
-    error = A - found.products(torch.eye(100).double())
+    error = A - products(found, torch.eye(100).double())
     assert torch.linalg.eigvalsh(error).min() > -1e-12
     assert torch.linalg.matrix_norm(error, 2) < 1000 * 0.7**30  # the best has 0.7^30
 
@@ -114,7 +117,7 @@ def test_ranks_that_grow_find_what_one_rank_finds():
     grown = nystrom(operator, damping=1e-9, generator=generator())
     assert grown.matvecs == operator.matvecs == 32
     v = random(2, 100)
-    torch.testing.assert_close(grown.products(v), v @ A, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(products(grown, v), v @ A, rtol=1e-8, atol=1e-8)
 
 
 def test_the_same_generator_gives_the_same_bits():

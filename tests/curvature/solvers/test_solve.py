@@ -12,7 +12,6 @@ from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.solvers import implicit
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.neumann import Neumann
-from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
 from metagrad.curvature.solvers.solution import Result, SolveError
 from metagrad.curvature.solvers.solve import solve
 from tests.curvature.maps import MatrixMap, basis, matrix
@@ -589,17 +588,12 @@ def test_the_check_leaves_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_diagonal_preconditioner_has_the_damping_and_the_power():
+def test_a_diagonal_is_the_inverse_of_the_damped_diagonal_operator():
     diagonal = torch.tensor([1.0, 4.0])
-    precondition = diagonal_preconditioner(diagonal, damping=5.0, power=0.5)
-    torch.testing.assert_close(precondition(torch.ones(1, 2)), torch.tensor([[6.0**-0.5, 1 / 3]]))
-    # As a tensor in a solve, it is the inverse of the damped diagonal operator.
     solution = solve(MatrixMap(torch.diag(diagonal)), torch.ones(2), preconditioner=diagonal, damping=5.0)
     assert solution.stats.steps == 1
     with pytest.raises(ValueError, match=r"must be above 0, the least is -1"):
-        diagonal_preconditioner(torch.tensor([1.0, -2.0]), damping=1.0)
-    with pytest.raises(ValueError, match=r"expected a vector \[n\], got shape \(2, 2\)"):
-        diagonal_preconditioner(torch.eye(2))
+        solve(MatrixMap(torch.eye(2)), torch.ones(2), preconditioner=torch.tensor([1.0, -2.0]), damping=1.0)
 
 
 # What is refused
