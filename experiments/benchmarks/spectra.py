@@ -43,13 +43,11 @@ def measure(A: Tensor, method: str, products: int, repeats: int) -> Result:
     return Result(torch.stack(errors).median().item(), sum(map(bool, held)) / repeats)
 
 
-def report(title: str, results: dict[str, dict[str, Result]], cells: dict[str, dict[str, str]]) -> str:
+def report(title: str, cells: dict[str, dict[str, str]]) -> str:
     """Format a table, a line for each method."""
-    spectra = list(next(iter(results.values())))
-    lines = [f"{title:32}" + "".join(f"{spectrum:>14}" for spectrum in spectra)]
-    for method, row in results.items():
-        line = [cells[method][spectrum] for spectrum in spectra]
-        lines.append(f"{method:32}" + "".join(f"{cell:>14}" for cell in line))
+    lines = [f"{title:32}" + "".join(f"{spectrum:>14}" for spectrum in next(iter(cells.values())))]
+    for method, row in cells.items():
+        lines.append(f"{method:32}" + "".join(f"{cell:>14}" for cell in row.values()))
     return "\n".join(lines)
 
 
@@ -73,8 +71,8 @@ def main() -> None:
     }
     errors = {m: {s: f"{r.error:.1e}" for s, r in row.items()} for m, row in results.items()}
     coverage = {m: {s: f"{100 * r.coverage:.1f} %" for s, r in row.items()} for m, row in results.items()}
-    print(report(f"median error, {arguments.products} products", results, errors), end="\n\n")
-    print(report(f"coverage of {100 * LEVEL:.0f} % intervals", results, coverage))
+    print(report(f"median error, {arguments.products} products", errors), end="\n\n")
+    print(report(f"coverage of {100 * LEVEL:.0f} % intervals", coverage))
 
 
 if __name__ == "__main__":
