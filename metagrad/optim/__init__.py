@@ -1,7 +1,6 @@
 """Optimizers: functional ones, for inner loops that are differentiated through, and their ``torch.optim`` forms."""
 
 from metagrad.optim import rules
-from metagrad.optim.first_order.adam import SparseAdam
 from metagrad.optim.first_order.lion import Lion
 from metagrad.optim.kronecker.muon import Muon
 from metagrad.optim.kronecker.shampoo import Shampoo
@@ -13,6 +12,7 @@ from metagrad.optim.second_order.newton import GaussNewton, NewtonCG
 from metagrad.optim.second_order.sophia import SophiaG, SophiaH
 from metagrad.optim.sharpness_aware import sharpness_aware
 from metagrad.optim.torch_optim.kfac import KFAC
+from metagrad.optim.torch_optim.sparse_adam import SparseAdam
 
 __all__ = [
     "KFAC",

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import foreach_norm, fused_adam_
 from metagrad.optim.arithmetic import average, average_square, minus_quotient, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
-from metagrad.optim.torch_optim.move import Change, Later, in_place, is_small
-from metagrad.optim.torch_optim.optimizer import RuleOptimizer, Work
-from metagrad.optim.torch_optim.state import ParameterState
-from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class AdamState(NamedTuple):
@@ -157,95 +149,3 @@ class AdamWRule(AdamRule):
 
 
 adamw = AdamWRule
-
-
-class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupled")):
-    r"""Optimize embedding tables by Adam, exactly, at the cost of the rows touched so far.
-
-    .. math::
-        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
-        w_t &= w_{t-1} - \eta \, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
-
-    A row that was ever touched moves at every step, since its momentum does; one that never was stays, in the dense
-    optimizer too. So the table is that of ``torch.optim.Adam`` on dense gradients, whereas ``torch.optim.SparseAdam``
-    lets the averages of untouched rows stand still, and is another optimizer. The state holds the rows touched so
-    far. Dense gradients are taken as well.
-
-    Raises:
-        ValueError: A hyper-parameter is out of its range.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
-
-    Example:
-        >>> from metagrad.optim import SparseAdam
-        >>> table = torch.nn.Embedding(1000, 2, sparse=True)
-        >>> opt = SparseAdam(table.parameters(), lr=0.1)
-        >>> table(torch.tensor([7, 7, 3])).square().sum().backward()
-        >>> opt.step()
-        >>> opt.state[table.weight]["rows"]
-        tensor([3, 7])
-
-    References:
-        Kingma, Ba, "Adam: a method for stochastic optimization", ICLR 2015, algorithm 1.
-    """
-
-    def _moves(self, work: Work, rule: Any, kept: Mapping[str, ParameterState]) -> Iterator[Change | Later]:
-        """Compute a step; dense parameters move by torch's kernel where it takes them."""
-        group, params, grads = work
-        fused: dict[Hashable, list[str]] = defaultdict(list)
-        if group["foreach"] is None:
-            for key, p in params.items():
-                if _is_for_kernel(rule, p, grads[key], kept[key]):
-                    fused[kept[key].get("step"), p.device, p.dtype].append(key)
-        rest = set(params)
-        for keys in fused.values():
-            if _have_finite_squares([grads[key] for key in keys if is_small(params[key])]):
-                own = ({key: each[key] for key in keys} for each in (params, grads))
-                yield Later(functools.partial(_write_fused, rule, *own))
-                rest.difference_update(keys)
-        if rest:
-            params, grads = ({key: each[key] for key in params if key in rest} for each in (params, grads))
-            yield from super()._moves(Work(group, params, grads), rule, kept)
-
-
-def _is_for_kernel(rule: AdamRule, param: Tensor, gradient: Tensor, kept: ParameterState) -> bool:
-    tensors = [param, gradient, *(kept[slot] for slot in ("mean", "square", "peak") if slot in kept)]
-    return (
-        param.device.type in ("cpu", "cuda")
-        and param.dtype in (torch.float32, torch.float64)
-        and "rows" not in kept
-        and not any(isinstance(each, RowSparse) or each.dtype != param.dtype for each in tensors)
-        and all(each.is_contiguous() for each in tensors)
-        and not any(isinstance(value, Tensor) for value in (rule.lr, *rule.betas, rule.eps))
-    )
-
-
-def _have_finite_squares(gradients: Sequence[Tensor]) -> bool:
-    """Say that no square overflows, in gradients of one dtype; what the kernel makes is not looked at."""
-    if not gradients:
-        return True
-    norms = torch.stack(list(foreach_norm(gradients)))
-    return norms.max().item() < torch.finfo(norms.dtype).max ** 0.5
-
-
-def _write_fused(
-    rule: AdamRule, params: Params, grads: Params, kept: MutableMapping[Tensor, ParameterState]
-) -> None:
-    states = {key: kept[p] for key, p in params.items()}
-    _, *slots = state = in_place(rule, params, states)
-    first, steps = next(iter(params.values())), state.step + 1
-    count = torch.full((), float(steps), dtype=torch.float32, device=first.device)  # CUDA reads it as such
-    fused_adam_(
-        list(params.values()),
-        list(grads.values()),
-        *([] if slot is None else list(slot.values()) for slot in slots),
-        [count] * len(params),
-        lr=rule.lr,
-        beta1=rule.betas[0],
-        beta2=rule.betas[1],
-        weight_decay=0.0,
-        eps=rule.eps,
-        amsgrad=rule.amsgrad,
-        maximize=rule.maximize,
-    )
-    for own in states.values():
-        own["step"] = steps

@@ -196,5 +196,3 @@ class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):
         Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is scalable
         for LLM training", arXiv:2502.16982, section 2.2.
     """
-
-    elementwise = False

@@ -267,5 +267,3 @@ class Shampoo(RuleOptimizer, rule=ShampooRule):
         Gupta, Koren, Singer, "Shampoo: preconditioned stochastic tensor optimization", ICML 2018; Anil et al.,
         "Scalable second order optimization for deep learning", arXiv:2002.09018.
     """
-
-    elementwise = False

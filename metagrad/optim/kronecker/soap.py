@@ -254,5 +254,3 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
     References:
         Vyas et al., "SOAP: improving and stabilizing Shampoo using Adam", arXiv:2409.11321.
     """
-
-    elementwise = False

@@ -125,12 +125,11 @@ class CurvatureOptimizer(RuleOptimizer):
     A subclass takes what it needs of a graph in ``_observe``, and drops it in ``_forget``.
     """
 
-    elementwise = False
     fractions: ClassVar[Sequence[str]] = ("betas", "decay")
     """The hyper-parameters that must be below 1."""
     counts: ClassVar[Sequence[str]] = ()
     """The options that are whole numbers of at least 1."""
-    options_alone: ClassVar[Sequence[str]] = ("maximize", "nonfinite", "seed", "step", "foreach", "compile")
+    options_alone: ClassVar[Sequence[str]] = ("maximize", "nonfinite", "seed", "step")
     """The entries of a group that are not numbers."""
     notes_losses = False
     """Whether the losses of known form that a closure computes are recorded."""

@@ -137,10 +137,10 @@ class DiagonalOptimizer(CurvatureOptimizer):
     ) -> None:
         due = [p for group in self.param_groups if self._is_due(group) for p in group["params"]]
         params, estimates = [p for p in due if p in grads], dict(self._estimates or {})
-        for index, group in enumerate(self.param_groups):
+        for index in range(len(self.param_groups)):
             for key, p in self._named(index).items():
                 if isinstance(as_rows(grads.get(p, p)), RowSparse):
-                    self._check_rows(group, key)
+                    raise self._without_rows(key)
         first = self.param_groups[0]
         generator = generators_of(first["seed"], first["step"])
         own = [grads[p] for p in params]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from metagrad.optim.kronecker.kfac import Blocks, KFACRule, KFACState
 from metagrad.optim.kronecker.layers import Layer
 from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.layer_observer import LayerOptimizer
-from metagrad.optim.torch_optim.move import Change, Later
+from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import Group, Work
 from metagrad.optim.torch_optim.state import ParameterState
 
@@ -130,7 +130,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
     def _layers_of(self, params: Params) -> dict[str, Layer]:
         return {key: layer for key, layer in self._layers.items() if key in params}
 
-    def _changes(self, work: Work) -> Iterator[Change | Later]:
+    def _changes(self, work: Work) -> Iterator[Change]:
         group, params, _ = work
         rule, kept = self._rule(group), self._kept(params)
         whole, gradients = self._with_biases(work)
@@ -142,9 +142,6 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         used = {f"the direction of {key!r}": directions[key] for key in params}
         yield Change(params, {}, new, used=used)
         yield from self._moves(Work(group, params, directions), rule.descent(length), kept)
-
-    def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:
-        return None  # directions are looked at before they are written, so each parameter moves by itself
 
     def _with_biases(self, work: Work) -> tuple[Params, Params]:
         """Add biases of layers that have no gradient: a layer's is one matrix, with a column of zeros for those."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -16,24 +16,14 @@ from torch import Tensor
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import linalg
-from metagrad.core.checks import warn
+from metagrad.core.checks import check_choice, warn
 from metagrad.core.modules import refuse_sharded
 from metagrad.core.tree import widened
 from metagrad.distributed.sums import everywhere, refuse_different
-from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import check_real
 from metagrad.optim.probes import as_rows
 from metagrad.optim.rule import Params, documented_fields, with_arguments
-from metagrad.optim.torch_optim.move import (
-    Change,
-    Later,
-    is_large,
-    is_small,
-    move_pieces,
-    step_flat,
-    step_rows,
-    step_whole,
-)
+from metagrad.optim.torch_optim.move import Change, step_whole
 from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -67,6 +57,7 @@ NONFINITE = Option(
     "Literal['raise', 'skip']",
 )
 
+
 GROUP = Option(
     None,
     "The processes that train together: their parameters are the same, and their gradients averaged by "
@@ -87,18 +78,18 @@ class Work(NamedTuple):
 class RuleOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose steps are those of a rule.
 
-    ``class Lion(RuleOptimizer, rule=LionRule)`` defines a subclass: its arguments are the fields of the rule, with
-    their defaults and documentation, and its ``options``. Hyper-parameters are stored in ``param_groups`` alone,
-    where schedulers find them; each step makes a rule of those of a group. The rule does the arithmetic; this class
+    ``class Lion(RuleOptimizer, rule=LionRule)`` defines a subclass. Its arguments are the fields of the rule, with
+    their defaults and documentation, and its ``options``. Hyper-parameters are stored only in ``param_groups``,
+    where schedulers find them. Each step makes a rule of those of a group. The rule does the arithmetic. This class
     writes the parameters in place, keeps the state, and implements the rest of ``torch.optim``'s interface.
 
-    A step is computed before it is written: if the loss, a gradient, the curvature or what is made of them is NaN or
+    A step is computed before it is written. If the loss, a gradient, the curvature or what is made of them is NaN or
     infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
     (``nonfinite``). The check costs the norms of gradients and of new values, and on an accelerator a wait for them.
+    While a step is computed, the new values and the new state are held beside the old ones.
 
-    Parameters of half precision are moved in float32, and rounded; their state is float32, and stays so when it is
-    loaded. Gradients of tables may be sparse where the rule treats elements one by one: the rows touched so far are
-    moved at every step, which equals the dense rule.
+    Parameters of half precision are moved in float32, and rounded. Their state is float32, and stays so when it is
+    loaded.
 
     Raises:
         ValueError: A hyper-parameter is out of its range, or not a number or a 0-d tensor.
@@ -107,25 +98,16 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     rule: ClassVar[type]
     """The functional optimizer."""
-    options: ClassVar[Mapping[str, Option]] = {
-        "foreach": Option(
-            None,
-            "Move parameters as one long vector, which costs a copy and saves operations; False, each by itself; "
-            "None, small ones as one vector, and large ones on a CPU in pieces.",
-            "bool | None",
-        ),
-        "nonfinite": NONFINITE,
-    }
+    options: ClassVar[Mapping[str, Option]] = {"nonfinite": NONFINITE}
     """The options of a group besides the fields of the rule."""
     moves: ClassVar[tuple[str, str]] = (
         "params",
         "Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.",
     )
     """The first argument, and its documentation."""
+    takes_rows: ClassVar[bool] = False
+    """Whether gradients may be row-sparse."""
     __signature__: ClassVar[inspect.Signature]
-    elementwise: ClassVar[bool] = True
-    """Whether the rule treats elements one by one (of a convolution kernel, its positions together), and leaves those
-    alone whose gradient has always been zero."""
     group: ProcessGroup | None = None
     """The processes that take steps together, of the optimizers that have such an argument."""
     _losses: Sequence[Tensor] = ()
@@ -144,35 +126,34 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__init_subclass__()
         if rule is None:
             return
-        unknown = {*without, *defaults} - {field.name for field in documented_fields(rule)}
+        fields = {field.name: field for field in documented_fields(rule)}
+        unknown = {*without, *defaults} - fields.keys()
         if unknown:
             raise TypeError(
                 f"class {cls.__name__}: {rule.__name__} has no field {', '.join(sorted(unknown))}."
             )
         cls.rule = rule
-        arguments = [
-            (
-                field.name,
-                Option(defaults.get(field.name, field.default), field.metadata["doc"], _type(field.type)),
-            )
-            for field in documented_fields(rule)
-            if field.name not in (*without, *cls.options)
-        ]
-        arguments += [
-            (name, each) for name, each in cls.options.items() if name != "foreach" or cls.elementwise
-        ]
+        arguments = {
+            name: Option(defaults.get(name, field.default), field.metadata["doc"], _type(field.type))
+            for name, field in fields.items()
+            if name not in (*without, *cls.options)
+        } | dict(cls.options)
+        kinds = inspect.Parameter
         cls.__signature__ = inspect.Signature(
             [
-                inspect.Parameter(cls.moves[0], inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                kinds(cls.moves[0], kinds.POSITIONAL_OR_KEYWORD),
                 *(
-                    inspect.Parameter(
-                        name, _kind(name, cls.options), default=option.default, annotation=option.annotation
+                    kinds(
+                        name,
+                        kinds.KEYWORD_ONLY if name in cls.options else kinds.POSITIONAL_OR_KEYWORD,
+                        default=option.default,
+                        annotation=option.annotation,
                     )
-                    for name, option in arguments
+                    for name, option in arguments.items()
                 ),
             ]
         )
-        described = [(name, option.doc) for name, option in arguments]
+        described = [(name, option.doc) for name, option in arguments.items()]
         cls.__doc__ = with_arguments(cls.__doc__ or "", [cls.moves, *described])
 
     def __init__(self, params: ParameterGroups, *args: Any, **options: Any) -> None:
@@ -194,7 +175,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         group = defaults.pop("group", None)
         if group is not None and group.size() > 1:
             self.group = group
-        super().__init__(params, {"foreach": None, "nonfinite": "raise", **defaults, "step": 0})  # type: ignore[arg-type]
+        super().__init__(params, {"nonfinite": "raise", **defaults, "step": 0})  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
@@ -249,7 +230,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @property
     def stats(self) -> dict[str, Any]:
         """``skipped``: how many steps were left out, as not all was finite or a factorisation failed."""
-        return {"skipped": self._num_skipped()}
+        return {"skipped": self.__dict__.get("_skipped", 0)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state: tensors go to the devices of their parameters, and keep their own dtypes."""
@@ -272,12 +253,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self.group is not None:
             self._refuse_different(work, self.group)
         changes = self._factorised(
-            lambda: list(chain.from_iterable(self._changes(one) for one in work if one.params))
+            lambda: [change for one in work if one.params for change in self._changes(one)]
         )
         if changes is None or not self._are_finite([pair for change in changes for pair in change.tensors()]):
             return
-        # Changes that are computed while they are written come last: an error before leaves everything as it was.
-        for change in sorted(changes, key=lambda change: isinstance(change, Later)):
+        for change in changes:
             change.write(self.state)
         for group in self.param_groups:
             group["step"] += 1
@@ -290,9 +270,16 @@ class RuleOptimizer(torch.optim.Optimizer):
         params = {key: p for key, p in named.items() if p.grad is not None and p.numel()}
         grads: Params = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
         for key, g in grads.items():
-            if isinstance(g, RowSparse):
-                self._check_rows(group, key)
+            if isinstance(g, RowSparse) and not self.takes_rows:
+                raise self._without_rows(key)
         return Work(group, params, grads)
+
+    def _without_rows(self, key: str) -> TypeError:
+        name = type(self).__name__
+        return TypeError(
+            f"{name}.step: the gradient of {key!r} is sparse, and a step of {name} moves every row. Use "
+            "nn.Embedding(sparse=False), or SparseAdam for this table."
+        )
 
     def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
         """Yield the inputs of a group's step, which must be finite: gradients, and curvature if there is one."""
@@ -312,17 +299,20 @@ class RuleOptimizer(torch.optim.Optimizer):
             "each step.",
         )
 
+    def _device(self) -> torch.device:
+        return self.param_groups[0]["params"][0].device
+
     def _seen_losses(self) -> Iterator[tuple[str, Tensor]]:
         if not hasattr(self, "found_inf"):  # a scaled loss may overflow where its gradient does not
             for loss in self._losses:
                 yield "the loss", loss
 
     def _are_finite(self, described: Sequence[tuple[str, Tensor]]) -> bool:
-        """Say whether the step may go on; raise or count where it may not."""
+        """Return whether the step may go on; raise or count where it may not."""
         finite = is_finite([tensor for _, tensor in described])
         if finite if self.group is None else everywhere(finite, self._device(), self.group):
             return True
-        if not self._skips():
+        if not self._leaves_out():
             own = (name for name, tensor in described if not is_finite([tensor]))
             what = next(own, "something in another process of the group")
             raise FloatingPointError(
@@ -330,76 +320,43 @@ class RuleOptimizer(torch.optim.Optimizer):
                 "Lower the learning rate, or look in the loss for a root, a logarithm or a division at zero; "
                 'nonfinite="skip" leaves such steps out, and counts them in opt.stats["skipped"].'
             )
-        self._skipped = self._num_skipped() + 1
         return False
-
-    def _device(self) -> torch.device:
-        return self.param_groups[0]["params"][0].device
 
     def _factorised(self, compute: Callable[[], Computed]) -> Computed | None:
         """Return what is computed; or None, and count the step as skipped, where a factorisation in it fails."""
         try:
             return compute()
         except _FAILED_FACTORISATIONS:
-            if not self._skips():
+            if not self._leaves_out():
                 raise
-            self._skipped = self._num_skipped() + 1
             return None
 
-    def _skips(self) -> bool:
-        return self.param_groups[0].get("nonfinite", "raise") == "skip"
+    def _leaves_out(self) -> bool:
+        """Count a step that cannot be taken, if it is to be left out; else it raises an error."""
+        if self.param_groups[0].get("nonfinite", "raise") != "skip":
+            return False
+        self._skipped = self.stats["skipped"] + 1
+        return True
 
-    def _num_skipped(self) -> int:
-        return self.__dict__.get("_skipped", 0)
-
-    def _changes(self, work: Work) -> Iterator[Change | Later]:
+    def _changes(self, work: Work) -> Iterator[Change]:
         """Compute the step of a group."""
         return self._moves(work, self._rule(work.group), self._kept(work.params))
 
     def _kept(self, params: Params) -> dict[str, ParameterState]:
         return {key: self.state.get(p, {}) for key, p in params.items()}
 
-    def _moves(self, work: Work, rule: Any, kept: Mapping[str, ParameterState]) -> Iterator[Change | Later]:
+    def _moves(self, work: Work, rule: Any, kept: Mapping[str, ParameterState]) -> Iterator[Change]:
         """Compute a step of a rule, with what is kept of each parameter."""
-        together: dict[Hashable, list[str]] = defaultdict(list)
-        group, params, grads = work
-        for key, p in params.items():
-            state, alike = kept[key], self._flat_with(group, rule, p)
-            if isinstance(grads[key], RowSparse) or "rows" in state:
-                self._check_rows(group, key)
-                yield step_rows(rule, key, p, grads[key], state)
-            elif self.elementwise and alike is None:
-                yield self._later(group, rule, key, p, grads[key])
-            else:
-                together[state.get("step"), alike].append(key)
-        for (_, alike), keys in together.items():  # type: ignore[reportGeneralTypeIssues]
-            step = step_whole if alike is None or len(keys) == 1 else step_flat
-            own = ({key: each[key] for key in keys} for each in (params, grads, kept))
-            yield step(rule, *own)  # type: ignore[reportCallIssue]
-
-    def _later(self, group: Group, rule: Any, key: str, param: Tensor, gradient: Tensor) -> Later:
-        """Put off the step of a large parameter, so that memory is given back before the next one needs some."""
-
-        def write(kept: MutableMapping[Tensor, ParameterState]) -> None:
-            if group["foreach"] is None and is_large(param):
-                move_pieces(rule, key, param, gradient, kept[param])
-            else:
-                step_whole(rule, {key: param}, {key: gradient}, {key: kept[param]}).write(kept)
-
-        return Later(write)
-
-    def _flat_with(self, group: Group, rule: Any, param: Tensor) -> Hashable:
-        """Return a key that parameters moved as one vector have in common; None for one that is moved by itself."""
-        # A rule with batch_ndim treats the dimensions behind the first two of a parameter in a way of its own.
-        if not self.elementwise or (hasattr(rule, "batch_ndim") and param.ndim > 2):
-            return None
-        is_flat = is_small(param) if group["foreach"] is None else group["foreach"]
-        return (param.device, param.dtype) if is_flat else None
+        by_step: dict[int | None, list[str]] = defaultdict(list)
+        for key in work.params:
+            by_step[kept[key].get("step")].append(key)
+        for keys in by_step.values():
+            yield step_whole(rule, *({key: each[key] for key in keys} for each in (*work[1:], kept)))
 
     def _rule(self, group: Group) -> Any:
         """Make the rule of a group's hyper-parameters."""
         names = self.defaults.keys() & _fields_of(type(self))
-        return _made(self.rule, tuple([(name, as_number(group[name])) for name in names]))
+        return _made(self.rule, tuple((name, as_number(group[name])) for name in names))
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -417,7 +374,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         name, group = type(self).__name__, self.param_groups[index]
         for option in self.defaults:
             _check_form(name, option, group[option])
-        _check_nonfinite(name, group["nonfinite"], self.param_groups[0]["nonfinite"])
+        check_choice(f"{name}(params, nonfinite)", group["nonfinite"], ("raise", "skip"))
+        if group["nonfinite"] != self.param_groups[0]["nonfinite"]:
+            raise ValueError(
+                f"{name}(params): nonfinite must be the same in all groups, which move together or not at all; got "
+                f"{self.param_groups[0]['nonfinite']!r} and {group['nonfinite']!r}."
+            )
         rule = self._rule(group)
         refuse_sharded(f"{name}(params)", self._named(index))
         for key, p in self._named(index).items():
@@ -430,28 +392,10 @@ class RuleOptimizer(torch.optim.Optimizer):
             if hasattr(rule, "check"):
                 rule.check(key, p)
 
-    def _check_rows(self, group: Group, key: str) -> None:
-        name = type(self).__name__
-        if not self.elementwise:
-            raise TypeError(
-                f"{name}.step: the gradient of {key!r} is sparse, and a step of {name} is not one of its rows. Use "
-                "nn.Embedding(sparse=False), or SparseAdam for this table."
-            )
-        if is_used(group.get("weight_decay", 0)):
-            raise ValueError(
-                f"{name}.step: the gradient of {key!r} is sparse, and weight_decay would move every row. Put the "
-                "table into a group with weight_decay=0, or use nn.Embedding(sparse=False)."
-            )
-
 
 def _type(annotation: Any) -> str:
     """Return the type of an argument from that of a rule's field: a group has one value for all its parameters."""
     return str(annotation).replace("Hyperparameter", "float | Tensor")
-
-
-def _kind(name: str, options: Mapping[str, Option]) -> Any:
-    kinds = inspect.Parameter
-    return kinds.KEYWORD_ONLY if name in options else kinds.POSITIONAL_OR_KEYWORD
 
 
 def _numbers(loss: object) -> list[Tensor]:
@@ -459,16 +403,6 @@ def _numbers(loss: object) -> list[Tensor]:
     if isinstance(loss, Tensor):
         return [loss.detach()] if loss.is_floating_point() else []
     return [torch.tensor(loss)] if isinstance(loss, float) else []
-
-
-def _check_nonfinite(name: str, value: object, first: object) -> None:
-    if value not in ("raise", "skip"):
-        raise ValueError(f"{name}(params): nonfinite must be 'raise' or 'skip', got {value!r}.")
-    if value != first:
-        raise ValueError(
-            f"{name}(params): nonfinite must be the same in all groups, which move together or not at all; got "
-            f"{first!r} and {value!r}."
-        )
 
 
 @functools.cache
@@ -491,7 +425,7 @@ def as_number(value: Any) -> Any:
 
 
 def _check_form(name: str, option: str, value: Any) -> None:
-    """Refuse the forms of a hyper-parameter that an optimizer's group has no use for, and negative tensors."""
+    """Raise for the forms of a hyper-parameter that an optimizer's group has no use for, and negative tensors."""
     if isinstance(value, (tuple, list)) and option.startswith(("betas", "ns_")):
         for item in value:
             _check_form(name, option, item)

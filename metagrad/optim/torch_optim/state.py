@@ -22,37 +22,25 @@ ParameterState: TypeAlias = dict[str, Any]
 def joined(rule: Rule, states: Mapping[str, ParameterState], params: Params) -> Any:
     """Put the state of a rule together from those of parameters at one step; what they lack is begun.
 
-    Fields of the rule's state that are dicts have an entry for each parameter. What else there is, such as a damping
-    that all parameters share, is kept with each.
+    Parameters lack everything before the first step, and later the slots of an option that was set meanwhile. Fields
+    of the rule's state that are dicts have an entry for each parameter. All else is the same for all.
     """
-    pattern, states = pattern_of(rule), completed(rule, states, params)
+    pattern = _pattern_of(rule)
+    shared = {field: value for field, value in pattern._asdict().items() if value is not None}
+    slots = [field for field, value in shared.items() if isinstance(value, dict)]
+    if not all(slot in state for state in states.values() for slot in ("step", *slots)):
+        begun = apart(rule.init({key: widened(params[key]) for key in states}), states)
+        states = {key: {**begun[key], **state} for key, state in states.items()}
     first = next(iter(states.values()))
-    fields = {
-        field: {key: state[field] for key, state in states.items()}
-        if isinstance(value, dict)
-        else first.get(field, value)
-        for field, value in pattern._asdict().items()
-        if value is not None  # a slot of an option that is off
-    }
-    return pattern._replace(**fields)
-
-
-def completed(
-    rule: Rule, states: Mapping[str, ParameterState], params: Params
-) -> Mapping[str, ParameterState]:
-    """Return states with what they lack: all before the first step; later the slots of an option set meanwhile."""
-    slots = [field for field, value in pattern_of(rule)._asdict().items() if isinstance(value, dict)]
-    if all(slot in state for state in states.values() for slot in ("step", *slots)):
-        return states
-    begun = apart(rule.init({key: widened(params[key]) for key in states}), states)
-    return {key: {**begun[key], **state} for key, state in states.items()}
+    fields = {field: {key: state[field] for key, state in states.items()} for field in slots}
+    return pattern._replace(**({field: first.get(field, value) for field, value in shared.items()} | fields))
 
 
 _PATTERNS: weakref.WeakKeyDictionary[Rule, Any] = weakref.WeakKeyDictionary()
 
 
-def pattern_of(rule: Rule) -> Any:
-    """Return the state of a rule that has no parameters."""
+def _pattern_of(rule: Rule) -> Any:
+    """Return the state of a rule that has no parameters; slots of an option that is off are None."""
     if rule not in _PATTERNS:
         _PATTERNS[rule] = rule.init({})
     return _PATTERNS[rule]
@@ -68,7 +56,7 @@ def apart(state: Any, keys: Iterable[str]) -> dict[str, ParameterState]:
 
 
 @contextlib.contextmanager
-def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None, None, None]:
+def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """Undo what ``load_state_dict`` does inside: it casts floating point state to the dtype of the parameter.
 
     An average in float32 of a parameter in bfloat16 would lose 16 bits at every resume, and row numbers would become
@@ -84,7 +72,9 @@ def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None, None, No
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for number, p in zip(numbers, params, strict=True):
             if number in given["state"]:
-                optimizer.state[p] = pytree.tree_map(_copied_to(p.device), given["state"][number])
+                optimizer.state[p] = pytree.tree_map_only(
+                    Tensor, lambda value, p=p: value.detach().to(p.device, copy=True), given["state"][number]
+                )
 
     hooks = [
         optimizer.register_load_state_dict_pre_hook(remember),
@@ -95,10 +85,3 @@ def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None, None, No
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _copied_to(device: torch.device) -> Any:
-    def copied(value: object) -> object:
-        return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
-
-    return copied

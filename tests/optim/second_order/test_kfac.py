@@ -89,18 +89,14 @@ def test_descends_with_convolutions_and_norms(options, make):
 
 
 def test_other_modules_move_by_plain_momentum():
-    """Of their gradients, those of a table may be sparse."""
     models = [
-        seeded(
-            lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.LayerNorm(4), nn.Linear(4, 3)).to(F64)
-        )
+        seeded(lambda: nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(F64))
         for _ in range(2)
     ]
     for model in models:
         model[2].requires_grad_(False)
     with pytest.warns(UserWarning, match=r"0 \(Embedding\), 1 \(LayerNorm\)"):
         opts = [kfac(models[0], kl_clip=None)]
-    models[1][0].sparse = False
     opts.append(torch.optim.SGD(models[1].parameters(), lr=0.05, momentum=0.9))
     for ids in ([1, 2, 2], [2, 5, 0], [7, 1, 1]):
         for model, opt in zip(models, opts, strict=True):
@@ -147,19 +143,6 @@ def test_velocities_are_shortened_as_directions_are(maximize):
         w = w - 0.5 * velocity
         torch.testing.assert_close(layer.weight.detach(), w, rtol=1e-12, atol=0)
     assert length == 1
-
-
-def test_velocities_of_rows_are_shortened_as_those_of_a_table():
-    tables = [seeded(lambda: nn.Embedding(6, 2, sparse=True).to(F64)) for _ in range(2)]
-    tables[1].sparse = False
-    for table in tables:
-        with pytest.warns(UserWarning, match=r"plain gradient: the model itself \(Embedding\)"):
-            opt = KFAC(table, lr=0.5, kl_clip=1e-3)
-        for ids in ([1, 2], [2, 5], [1, 1]):
-            opt.zero_grad()
-            table(torch.tensor(ids)).square().sum().backward()
-            opt.step()
-    torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=1e-12, atol=0)
 
 
 def test_a_bias_of_another_group_is_no_input():

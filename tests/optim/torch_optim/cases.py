@@ -27,11 +27,9 @@ from metagrad.optim import (
     SophiaH,
     SparseAdam,
 )
-from tests.marks import slow
 
 Trait = Literal[
-    "elementwise",  # has `foreach`, and moves large parameters in pieces
-    "sparse",  # takes the sparse gradients of tables; others refuse them
+    "sparse",  # takes the row-sparse gradients of tables; others raise an error
     "matrices",  # takes matrices alone, and refuses other parameters
     "model",  # is made of a model, whose layers it hooks; warns of modules that it does not know
     "backward",  # has `opt.backward(loss)` and `opt.recording()`, which see the graph of the loss
@@ -59,7 +57,7 @@ class Case:
         default_factory=dict
     )  # without these, steps without a closure are refused
     variant: str = ""
-    like: str = ""  # the row of the same loops and states, which stands for this one in `make test`
+    like: str = ""  # the row of the same loops and states, which stands for this one
 
     @property
     def name(self) -> str:
@@ -83,8 +81,7 @@ def traits(*names: Trait) -> frozenset[Trait]:
 
 SEED = {"seed": 0}
 DIAGONAL = traits("backward", "told", "seed")
-FIRST_ORDER = traits("elementwise", "sparse")
-LAYERS = traits("model", "sparse", "backward")
+LAYERS = traits("model", "backward")
 LAYERS_SETTINGS = [
     {"lr": 0.1, "damping": 0.1, "kl_clip": None, "loss_reduction": "sum"},
     {"lr": 1.0, "damping": 1.0, "kl_clip": 1e-2, "loss_reduction": "sum"},
@@ -113,7 +110,7 @@ CASES = [
         {"lr": 0.02, "curvature_every": 3},
         options=SEED,
     ),
-    Case(Lion, FIRST_ORDER, {"lr": 0.05}, {"lr": 0.01}, {"lr": 0.01}),
+    Case(Lion, traits(), {"lr": 0.05}, {"lr": 0.01}, {"lr": 0.01}),
     Case(
         Muon,
         traits("matrices"),
@@ -121,8 +118,9 @@ CASES = [
         {"lr": 0.02},
         {"lr": 0.02},
         options={"ns_dtype": None, "weight_decay": 0.0},
+        like="Lion",
     ),
-    Case(SparseAdam, FIRST_ORDER, {"lr": 0.05}, {"lr": 0.2}, {"lr": 0.02}),
+    Case(SparseAdam, traits("sparse"), {"lr": 0.05}, {"lr": 0.2}, {"lr": 0.02}, like="Lion"),
     Case(Shampoo, traits(), {"lr": 0.3}, {"lr": 0.1}, {"lr": 0.1}, options={"root_every": 2}),
     Case(
         SOAP,
@@ -131,6 +129,7 @@ CASES = [
         {"lr": 0.1},
         {"lr": 0.02},
         options={"basis_every": 2, "shift": 1e-2, "weight_decay": 0.0},
+        like="Shampoo",
     ),
     Case(KFAC, LAYERS, *LAYERS_SETTINGS, options={"curvature_every": 2, "inverse_every": 4}),
     Case(KFAC, LAYERS, *LAYERS_SETTINGS, options={**INVERSES, "eigen": True}, variant="-eigen", like="KFAC"),
@@ -163,8 +162,8 @@ CASES = [
 
 
 def of_cases(holds: Callable[[Case], bool]) -> pytest.MarkDecorator:
-    """Run a test for some rows; in `make test`, not for those for which others stand."""
-    rows = [slow(case) if case.like else case for case in CASES if holds(case)]
+    """Run a test for some rows, without those for which others stand."""
+    rows = [case for case in CASES if holds(case) and not case.like]
     return pytest.mark.parametrize("case", rows, ids=str)
 
 
@@ -179,7 +178,7 @@ def lacking(*names: Trait) -> pytest.MarkDecorator:
 
 
 every = lacking()
-every_one = pytest.mark.parametrize("case", CASES, ids=str)  # also in `make test`
+every_one = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def layer(*values: float) -> nn.Linear:

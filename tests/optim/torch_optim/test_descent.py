@@ -12,7 +12,6 @@ from tests.marks import slow
 from tests.optim.torch_optim.cases import (
     classification,
     every_one,
-    having,
     layer,
     network,
     optimizer,
@@ -30,15 +29,6 @@ def test_on_a_convex_quadratic(case):
     losses = run(
         case.of(model, **case.options, **case.quadratic), lambda: quadratic(model), steps_of(case, 150)
     )
-    assert losses[-1] < 1e-2 * losses[0]
-
-
-@having("elementwise")
-@pytest.mark.parametrize("foreach", [slow(True), False])  # most have the first by default
-def test_on_a_convex_quadratic_together_or_not(case, foreach):
-    model = layer(-1.0, 3.0)
-    opt = case.of(model, **case.options, **case.quadratic, foreach=foreach)
-    losses = run(opt, lambda: quadratic(model), 150)
     assert losses[-1] < 1e-2 * losses[0]
 
 

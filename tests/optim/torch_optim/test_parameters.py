@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.core._torch import fused_adam_
-from metagrad.optim import AdaHessian, Lion, SparseAdam
-from metagrad.optim.first_order import adam
+from metagrad.optim import AdaHessian, Lion
 from tests.optim.torch_optim.cases import (
+    CASES,
     assert_equal,
     batch,
     classification,
@@ -124,8 +123,8 @@ def test_conv1d_and_a_bias(case):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@having("matrices")
-def test_parameters_that_are_no_matrices_are_refused_by_name(case):
+def test_parameters_that_are_no_matrices_are_refused_by_name():
+    (case,) = (case for case in CASES if "matrices" in case.traits)
     with pytest.raises(ValueError, match=r"'scalar' must be a matrix, got shape \(\)"):
         optimizer(case, Scaled(), Scaled().named_parameters())
     with pytest.raises(ValueError, match=r"'0.weight' must be a matrix, got shape \(4, 1, 3\)"):
@@ -239,7 +238,7 @@ def test_a_complex_parameter_is_refused_by_name(case):
         case.of(model, [{"params": [model["real"].weight, spectrum]}])
 
 
-NO_NUMBERS = {"step", "seed", "foreach", "differentiable"}  # of the shell, and of torch
+NO_NUMBERS = {"step", "seed", "differentiable"}  # of the shell, and of torch
 
 
 @every
@@ -250,9 +249,9 @@ def test_negative_hyperparameters_are_refused(case):
     assert "lr" in names
     for name in set(names) - NO_NUMBERS:
         for refused in (-1.0, torch.tensor(-1.0)):
-            with pytest.raises(ValueError, match=rf"{name} must be .*, got -1"):
+            with pytest.raises(ValueError, match=rf"{name}(\)| must be|: expected).*, got -1"):
                 case.of(model, **{name: refused})
-        with pytest.raises(ValueError, match=rf"{name} must be"):
+        with pytest.raises(ValueError, match=rf"{name}(\)| must be)"):
             case.of(model, [{"params": [model.weight], name: -1.0}])
 
 
@@ -341,22 +340,3 @@ def test_a_parameter_without_elements(case):
 def test_only_parameters_without_elements(case):
     model, empty = layers(())
     run(optimizer(case, model), lambda: F.mse_loss(empty(torch.ones(2, 0)), torch.ones(2, 1)), 2)
-
-
-def test_adam_hands_its_kernel_the_steps_in_float32(monkeypatch):
-    """On CUDA the kernel reads them as such, without looking at their dtype."""
-    handed = []
-
-    def kernel(*lists, **options):
-        handed.extend(step.dtype for step in lists[-1])
-        fused_adam_(*lists, **options)
-
-    monkeypatch.setattr(adam, "fused_adam_", kernel)
-    torch.set_default_dtype(torch.float64)
-    try:
-        p = nn.Parameter(torch.ones(3))
-        p.grad = torch.ones(3)
-        SparseAdam([p]).step()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert handed == [torch.float32]
