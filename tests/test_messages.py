@@ -33,8 +33,8 @@ class Short:
     def init(self, params):
         return None
 
-    def update(self, grads, state, params):
-        return params, state
+    def update(self, grads, state):
+        return grads, state
 
 
 def step_of_adam_on_rows():
@@ -84,8 +84,8 @@ def loss():
         ),
         (
             lambda: mg.MAML(MODEL, F.mse_loss, inner=Short(), steps=1),
-            r"MAML\(\.\.\.\): inner.update must take \(grads, state, params, curvature=None\), but Short.update "
-            r"takes \(grads, state, params\)",
+            r"MAML\(\.\.\.\): inner.update must take \(grads, state, params\), but Short.update takes "
+            r"\(grads, state\)",
         ),
         (step_of_adam_on_rows, r"not an operation on RowSparse.*goes into mg\.optim\.SparseAdam"),
         (lambda: hypergradient(outer=W.sum()), r"hypergradient\(.*\): outer_loss must be a function"),
