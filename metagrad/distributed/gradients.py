@@ -6,21 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from metagrad.core.budget import Bytes, checked_bytes, device_of
+from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import check_number
-from metagrad.core.modules import is_sharded
 from metagrad.distributed import rows
+from metagrad.distributed.agreement import CALL, LAYOUTS, agreed, joined, named_tensors
 from metagrad.distributed.buckets import weighted_sums
-from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_CALL = "average_gradients(params)"
-LAYOUTS = ("strided", "sparse COO", "RowSparse", "of another kind")
 
 
 class Traffic(NamedTuple):
@@ -102,15 +97,15 @@ def average_gradients(
         Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 2020, section 3.2
         (buckets).
     """
-    named, limit = _named_tensors(params), checked_bytes(_CALL, "bucket", bucket)
-    weight, group = check_number(f"{_CALL}: weight", weight, least=0), _joined(group)
+    named, limit = named_tensors(params), checked_bytes(CALL, "bucket", bucket)
+    weight, group = check_number(f"{CALL}: weight", weight, least=0), joined(group)
     if group is None or not named:
         return Traffic(1 if group is None else group.size())
-    total, layouts = _agreed(named, weight, group)
+    total, layouts = agreed(named, weight, group)
     share = weight / total
     dense = [param for name, param in named.items() if layouts[name] == 0]
     tables = {name: param for name, param in named.items() if layouts[name] in (1, 2)}
-    gathered = rows.average(_CALL, tables, share, group)
+    gathered = rows.average(CALL, tables, share, group)
     for param, mean in zip(
         dense, weighted_sums([p.grad for p in dense], dense, share, limit, group), strict=True
     ):
@@ -146,78 +141,9 @@ def average_buffers(module: nn.Module, *, weight: float = 1.0, group: ProcessGro
     """
     weight = check_number("average_buffers(module, weight)", weight, least=0)
     found = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-    if (group := _joined(group)) is None or not found:
+    if (group := joined(group)) is None or not found:
         return
-    total, _ = _agreed({"": found[0].detach()}, weight, group)
+    total, _ = agreed({"": found[0].detach()}, weight, group)
     limit = checked_bytes("average_buffers(module)", "bucket", "25MiB")
     for buffer, mean in zip(found, weighted_sums(found, found, weight / total, limit, group), strict=True):
         buffer.copy_(mean)
-
-
-def _joined(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group that is meant, None where there is only one process."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    return None if group is None or group.size() == 1 else group
-
-
-def _named_tensors(params: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return parameters by name: of a module, a mapping, or an iterable of tensors; none twice."""
-    if isinstance(params, nn.Module):
-        named = dict(params.named_parameters())
-    elif isinstance(params, Mapping):
-        named = {str(name): param for name, param in params.items()}
-    else:
-        given = [params] if isinstance(params, Tensor) else list(params)
-        named = {f"parameter {number}": param for number, param in enumerate(given)}
-    for name, param in named.items():
-        if not isinstance(param, Tensor):
-            raise TypeError(f"{_CALL}: {name} must be a tensor, got {type(param).__name__}.")
-    first = {id(param): name for name, param in reversed(named.items())}
-    return {name: param for name, param in named.items() if first[id(param)] == name}
-
-
-def _layout_of(gradient: Tensor) -> int:
-    """Return the number of the layout of a gradient."""
-    if gradient.requires_grad or is_sharded(gradient):
-        return 3
-    if isinstance(gradient, RowSparse):
-        return 2
-    return {torch.strided: 0, torch.sparse_coo: 1}.get(gradient.layout, 3)
-
-
-def _agreed(
-    named: Mapping[str, Tensor], weight: float, group: ProcessGroup
-) -> tuple[float, dict[str, int | None]]:
-    """Exchange weights and layouts; return the sum of the weights, and the layout of each gradient if there is one.
-
-    Every process learns what all have, so that all raise the same error, and take part in the same exchanges.
-    """
-    flags = torch.zeros(1 + len(named), len(LAYOUTS), dtype=torch.float64)
-    flags[0, 0] = weight
-    for number, param in enumerate(named.values(), 1):
-        if param.grad is not None and weight:
-            flags[number, _layout_of(param.grad)] = 1
-    flags = flags.to(device_of(list(named.values())))
-    dist.all_reduce(flags, group=group)
-    (total, *_), *counts = flags.tolist()
-    if not total:
-        raise ValueError(f"{_CALL}: weight is 0 in every process, so there is nothing to average.")
-    return total, {name: _one_layout(name, each) for name, each in zip(named, counts, strict=True)}
-
-
-def _one_layout(name: str, counts: list[float]) -> int | None:
-    present = [layout for layout, count in enumerate(counts) if count]
-    if counts[3]:
-        raise ValueError(
-            f"{_CALL}: the gradient of {name} has a graph (of backward(create_graph=True)), is a DTensor, or is "
-            "neither strided, RowSparse nor sparse COO. Take it by loss.backward(), leave out what fully_shard has "
-            "averaged, or convert it by .to_sparse_coo()."
-        )
-    if len(present) > 1:
-        described = " and ".join(f"{LAYOUTS[layout]} in {counts[layout]:.0f}" for layout in present)
-        raise ValueError(
-            f"{_CALL}: the gradient of {name} is {described} processes. One of them would become dense: let every "
-            "process compute it in the same way, or convert it before."
-        )
-    return present[0] if present else None

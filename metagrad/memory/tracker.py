@@ -36,9 +36,7 @@ def current() -> MemoryTracker | None:
 def hooks_aside() -> contextlib.AbstractContextManager[object]:
     """Take the hooks of the open tracker off for a ``with`` block, around transforms of torch that refuse hooks."""
     tracker = current()
-    if tracker is None or tracker._run is None:
-        return contextlib.nullcontext()
-    return tracker._run.graph.aside()
+    return contextlib.nullcontext() if tracker is None else tracker.without_hooks()
 
 
 class MemoryTracker:
@@ -56,8 +54,8 @@ class MemoryTracker:
 
     A ledger of storages gives `at_peak`, and saved-tensor hooks give `graph`. Under them:
 
-    - `torch.func.grad` and `torch.func.vjp` raise: torch does not support saved-tensor hooks there. `mg.hvp` takes
-      the hooks off for its call. `torch.vmap` of a forward is counted.
+    - `torch.func.grad` and `torch.func.vjp` raise: torch does not support saved-tensor hooks there. Call them inside
+      `with mem.without_hooks():`. `torch.vmap` of a forward is counted.
     - Under hooks of others (`torch.utils.checkpoint`, `save_on_cpu`) theirs apply: `graph` counts nothing.
     - Functions of `torch.compile` run uncompiled: torch skips them under a `TorchDispatchMode`.
     - Every operation costs some microseconds more.
@@ -159,6 +157,13 @@ class MemoryTracker:
         if self._run is None or self._run.depth:
             return contextlib.nullcontext()
         return self.outer(sum(record.depth == 0 and record.name == "outer" for record in self.records()))
+
+    def without_hooks(self) -> contextlib.AbstractContextManager[object]:
+        """Take the saved-tensor hooks off for a ``with`` block, where `torch.func.grad` and `vjp` refuse them.
+
+        What is saved inside is not in `graph`.
+        """
+        return contextlib.nullcontext() if self._run is None else self._run.graph.aside()
 
     @property
     def peak(self) -> int:
