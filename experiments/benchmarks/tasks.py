@@ -51,8 +51,8 @@ def in_memory(device: torch.device) -> Iterator[FewShot]:
 
 
 @contextmanager
-def of_files(device: torch.device, workers: int = 0, cache: str | None = None) -> Iterator[FewShot]:
-    """Files that are read for each task, here or in other processes, or that are in a cache."""
+def of_files(device: torch.device, workers: int = 0) -> Iterator[FewShot]:
+    """Files that are read for each task, here or in other processes."""
     from PIL import Image
 
     with tempfile.TemporaryDirectory(prefix="metagrad-bench-") as name:
@@ -61,16 +61,12 @@ def of_files(device: torch.device, workers: int = 0, cache: str | None = None) -
             (folder := Path(name) / f"{number:03d}").mkdir()
             for k, drawing in enumerate(drawings):
                 Image.fromarray(drawing).save(folder / f"{k}.png")
-        folders = ImageFolders(name, size=28, mode="L", cache=cache)
-        for number in range(len(folders) if cache else 0):
-            folders[number]
-        yield FewShot(folders, workers=workers, device=device)
+        yield FewShot(ImageFolders(name, size=28, mode="L"), workers=workers, device=device)
 
 
 SOURCES: dict[str, Callable] = {
     "memory": in_memory,
     "files": of_files,
-    "files-kept": partial(of_files, cache="64MiB"),
     "files-1": partial(of_files, workers=1),
     "files-2": partial(of_files, workers=2),
 }

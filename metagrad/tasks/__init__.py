@@ -1,7 +1,7 @@
 """Distributions over tasks, and the batches of tasks that are drawn from them."""
 
 from metagrad.tasks.batch import PADDING, Batch, Examples, TaskDistribution
-from metagrad.tasks.fewshot import FewShot, ImageFolders, Imbalanced
+from metagrad.tasks.fewshot import FewShot, ImageFolders
 from metagrad.tasks.omniglot import Omniglot
 from metagrad.tasks.regression import (
     Curves,
@@ -26,7 +26,6 @@ __all__ = [
     "GaussianProcess",
     "Harmonic",
     "ImageFolders",
-    "Imbalanced",
     "Linear",
     "Omniglot",
     "Regression",

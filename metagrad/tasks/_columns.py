@@ -17,7 +17,7 @@ MISSING = {"", "na", "nan", "null", "none"}  # of a file, whatever the case
 
 
 def read_columns(call: str, table: Any) -> Columns:
-    """Return the columns of a table: a path of a CSV file, a mapping, a structured array or a data frame.
+    """Return the columns of a table: a path of a CSV file, a mapping or a data frame.
 
     Raises:
         ValueError: The file is not there or not such a table, columns differ in length, or there are no rows.
@@ -27,13 +27,11 @@ def read_columns(call: str, table: Any) -> Columns:
         columns = read_csv(call, table)
     elif isinstance(table, Mapping):
         columns = {str(name): np.asarray(column) for name, column in table.items()}
-    elif names := getattr(getattr(table, "dtype", None), "names", None):
-        columns = {name: np.asarray(table[name]) for name in names}
     elif hasattr(table, "columns"):
         columns = {str(name): np.asarray(table[name]) for name in table.columns}
     else:
         raise TypeError(
-            f"{call}: table must be the path of a CSV file, a dict of columns, a structured array or a data frame, "
+            f"{call}: table must be the path of a CSV file, a dict of columns or a data frame, "
             f"got a {type(table).__name__}."
         )
     lengths = {name: column.shape for name, column in columns.items()}

@@ -1,9 +1,10 @@
-"""Where data are looked for."""
+"""Where data are looked for, and what reads images."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 
 def data_root(root: str | os.PathLike[str] | None) -> Path:
@@ -24,3 +25,18 @@ def find_path(call: str, path: str | os.PathLike[str]) -> Path:
         return below
     also = f", and there is no {below}: METAGRAD_DATA says where the data folder is"
     raise ValueError(f"{call}: there is no {given}{'' if given.is_absolute() else also}.")
+
+
+def pillow(call: str) -> Any:
+    """Return Pillow's module of images.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            f"{call}: reading images needs Pillow; install it by `pip install pillow`."
+        ) from error
+    return Image

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from metagrad.core._torch import from_numpy
-from metagrad.core.checks import is_mapping
+from metagrad.core.checks import check_choice, is_mapping
 from metagrad.core.tree import tree_map
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
 from metagrad.tasks._columns import Columns, column_of, read_columns
@@ -33,8 +33,8 @@ class Tabular:
     replacement. Tasks are drawn independently, so a batch may have one twice.
 
     Args:
-        table: The path of a CSV file, also relative to `$METAGRAD_DATA`; a mapping from names to columns; a NumPy
-            structured array; or a data frame.
+        table: The path of a CSV file, also relative to `$METAGRAD_DATA`; a mapping from names to columns; or
+            a data frame.
         task: The column whose values are the tasks.
         x: What a model gets. A list of columns of numbers makes [tasks, rows, columns] of floating type. The name of
             one column makes [tasks, rows]: ids, where it holds integers or text, which is numbered in sorted
@@ -88,8 +88,7 @@ class Tabular:
         dtype: torch.dtype | None = None,
     ) -> None:
         check_counts("Tabular", {"shots": shots, "queries": queries})
-        if small not in ("raise", "skip"):
-            raise ValueError(f"Tabular: small must be 'raise' or 'skip', got {small!r}.")
+        check_choice("Tabular(small)", small, ("raise", "skip"))
         self.task = task
         self.shots = shots
         self.queries = queries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,52 +11,6 @@ from metagrad.tasks.batch import PADDING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Imbalanced:
-    r"""Draw how many support and query examples each class of a task has, as Meta-Dataset does.
-
-    With :math:`n_c` members in class c of a task's classes C, there are as many query examples of each,
-
-    .. math::
-        q = \min\{Q, \lfloor \tfrac12 \min_c n_c \rfloor\},
-
-    where Q are the `queries` of the distribution, and of support examples
-
-    .. math::
-        |S| = \min\{M, \sum_c \lceil \beta \min\{m, n_c - q\} \rceil\}, \quad \beta \sim U(0, 1], \\
-        k_c = \min\{\lfloor R_c (|S| - |C|) \rfloor + 1, \; n_c - q\}, \quad
-        R_c = \frac{e^{a_c} n_c}{\sum_{c'} e^{a_{c'}} n_{c'}}, \quad a_c \sim U[\log 0.5, \log 2).
-
-    Meta-Dataset also chooses classes along a hierarchy, where there is one; here they are uniform.
-
-    Args:
-        per_class: What a class adds to the number of support examples at most, m.
-        total: Support examples of a task at most, M; not below the number of ways.
-
-    Raises:
-        ValueError: For a number below one.
-
-    Example:
-        >>> x, labels = torch.randn(40, 3), torch.arange(40) % 4
-        >>> tasks = metagrad.tasks.FewShot(
-        ...     (x, labels), ways=3, shots=metagrad.tasks.Imbalanced(total=12), queries=2)
-        >>> tasks.sample(2).query.x.shape
-        torch.Size([2, 6, 3])
-
-    References:
-        Triantafillou et al., Meta-Dataset: A Dataset of Datasets for Learning to Learn from Few Examples, 2020,
-        section 3 and appendix, and `meta_dataset/data/sampling.py` of its code.
-    """
-
-    per_class: int = 100
-    total: int = 500
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"Imbalanced: {name} must be at least 1, got {value}.")
 
 
 Count = int | tuple[int, int]
@@ -70,11 +23,11 @@ class Composition(NamedTuple):
     Args:
         ways: Classes of a task.
         shots: Support examples of each class.
-        queries: Query examples of each class; with `Imbalanced` shots at most.
+        queries: Query examples of each class.
     """
 
     ways: Count
-    shots: Count | Imbalanced
+    shots: Count
     queries: int
 
     @property
@@ -85,8 +38,6 @@ class Composition(NamedTuple):
     @property
     def fewest_examples(self) -> int:
         """How many members a class must have."""
-        if isinstance(self.shots, Imbalanced):
-            return 2
         return (self.shots if isinstance(self.shots, int) else self.shots[0]) + self.queries
 
     @property
@@ -100,10 +51,7 @@ class Composition(NamedTuple):
 
     def most_examples(self, largest: int) -> int:
         """How many members of a class a task has at most, where the largest class has so many."""
-        if isinstance(self.shots, Imbalanced):
-            most = self.shots.total
-        else:
-            most = self.shots if isinstance(self.shots, int) else self.shots[1]
+        most = self.shots if isinstance(self.shots, int) else self.shots[1]
         return min(most + self.queries, largest)
 
 
@@ -155,13 +103,9 @@ def _draw_counts(
     num_tasks, most_ways = sizes.shape
     ways = _uniform(composition.ways, (num_tasks, 1), generator, sizes.device, most=most_ways)
     is_real = torch.arange(most_ways, device=sizes.device) < ways
-    if isinstance(composition.shots, Imbalanced):
-        shots, queries = _imbalanced(composition.shots, composition.queries, sizes, is_real, generator)
-    else:
-        shots = _uniform(composition.shots, (num_tasks, most_ways), generator, sizes.device)
-        queries = torch.full_like(shots, composition.queries)
-        shots = torch.minimum(shots, sizes - queries)
-    return shots * is_real, queries * is_real
+    shots = _uniform(composition.shots, (num_tasks, most_ways), generator, sizes.device)
+    queries = torch.full_like(shots, composition.queries)
+    return torch.minimum(shots, sizes - queries) * is_real, queries * is_real
 
 
 def _uniform(
@@ -175,25 +119,6 @@ def _uniform(
         return torch.full(shape, count, device=device)
     low, high = count[0], count[1] if most is None else min(count[1], most)
     return torch.randint(low, high + 1, shape, generator=generator, device=device)
-
-
-def _imbalanced(
-    rule: Imbalanced, most_queries: int, sizes: Tensor, is_real: Tensor, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """Draw shots and queries by the rule of Meta-Dataset; `sizes` and `is_real` are [tasks, ways]."""
-    uniform = torch.rand(
-        sizes.shape[0], sizes.shape[1] + 1, generator=generator, dtype=torch.float64, device=sizes.device
-    )
-    smallest = sizes.masked_fill(~is_real, torch.iinfo(sizes.dtype).max).amin(1, keepdim=True)
-    queries = (smallest // 2).clamp(max=most_queries)
-    left = sizes - queries
-    # floor(u x + 1), with u in [0, 1), is ceil(beta x) with beta = 1 - u in (0, 1].
-    contributions = (uniform[:, :1] * left.clamp(max=rule.per_class) + 1).floor() * is_real
-    total = contributions.sum(1, keepdim=True).clamp(max=rule.total)
-    weights = sizes * 0.5 * 4 ** uniform[:, 1:] * is_real
-    shares = weights / weights.sum(1, keepdim=True)
-    shots = (shares * (total - is_real.sum(1, keepdim=True))).floor().long() + 1
-    return torch.minimum(shots, left), queries.expand_as(shots)
 
 
 def _labelled(items: Tensor) -> Members:

@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 from metagrad.core._torch import to_list
-from metagrad.core.checks import is_list_or_tuple
+from metagrad.core.checks import check_choice, check_count, is_list_or_tuple
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
 from metagrad.tasks._groups import Groups
 from metagrad.tasks._splits import choose_split
 from metagrad.tasks.batch import Batch, Examples
-from metagrad.tasks.fewshot.episodes import Composition, Count, Imbalanced, draw_episodes
+from metagrad.tasks.fewshot.episodes import Composition, Count, draw_episodes
 from metagrad.tasks.fewshot.labels import read_labels
 from metagrad.tasks.fewshot.loading import Ahead, Batches, Items, Plan, load_all
 
@@ -43,9 +43,9 @@ class FewShot:
     Which tasks are drawn depends on the generator alone, not on where the items are or on how many processes
     load them; what a transform draws at random (from torch, NumPy or Python) does so too.
 
-    **Imbalanced tasks.** `ways=(5, 50)` draws the number of classes of each task, `shots=(1, 10)` the number of
-    support examples of each class, and `shots=Imbalanced()` both support and query examples as Meta-Dataset does.
-    Shorter tasks are padded at their end: x with zeros, y with the label -100, which `F.cross_entropy` ignores;
+    **Imbalanced tasks.** `ways=(5, 50)` draws the number of classes of each task, and `shots=(1, 10)` the number of
+    support examples of each class. Shorter tasks are padded at their end: x with zeros, y with the label -100, which
+    `F.cross_entropy` ignores;
     `batch.support.mask` says what is real. The loss of a padded task is that of the task alone unless examples of a
     task see each other, as in BatchNorm with the statistics of the batch. The model has outputs for the most ways.
 
@@ -53,7 +53,7 @@ class FewShot:
         dataset: A map-style `torch.utils.data.Dataset`, or a list, of pairs (x, label); or a tuple (x, labels) of
             tensors or arrays, [items, ...] and [items].
         ways: Classes of a task, or the lowest and the highest number of them.
-        shots: Support examples of each class, the lowest and the highest number of them, or `Imbalanced()`.
+        shots: Support examples of each class, or the lowest and the highest number of them.
         queries: Query examples of each class.
         classes: Labels, or names where the data set has `classes`, that tasks are made of; or such lists by the
             name of the split, `{"train": [...], "test": [...]}`; None takes those of the data set's `splits` if
@@ -95,14 +95,13 @@ class FewShot:
 
     References:
         Vinyals et al., Matching Networks for One Shot Learning, 2016, section 4.1.
-        Triantafillou et al., Meta-Dataset, 2020, section 3 (imbalanced tasks).
     """
 
     def __init__(
         self,
         dataset: Dataset[Any] | Sequence[tuple[Any, Any]] | tuple[Any, Any],
         ways: Count = 5,
-        shots: Count | Imbalanced = 1,
+        shots: Count = 1,
         queries: int = 15,
         *,
         classes: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
@@ -121,10 +120,8 @@ class FewShot:
             _checked_count(call, "ways", ways), _checked_count(call, "shots", shots), queries
         )
         check_counts(call, {"queries": queries, "prefetch": prefetch})
-        if workers < 0:
-            raise ValueError(f"{call}: workers must be 0 or more, got {workers}.")
-        if small not in ("raise", "skip"):
-            raise ValueError(f"{call}: small must be 'raise' or 'skip', got {small!r}.")
+        check_count(f"{call}(workers)", workers, 0)
+        check_choice(f"{call}(small)", small, ("raise", "skip"))
         if dtype is not None:
             check_float_dtype(call, dtype)
         self.split = split
@@ -271,8 +268,6 @@ def _of_pair(call: str, pair: Sequence[Any]) -> tuple[TensorDataset, Any]:
 
 
 def _checked_count(call: str, name: str, count: Any) -> Any:
-    if isinstance(count, Imbalanced) and name == "shots":
-        return count
     if not is_list_or_tuple(count):
         numbers: dict[str, Any] = {name: count}
         check_counts(call, numbers)
@@ -291,13 +286,6 @@ def _check_ways(call: str, composition: Composition, num_classes: int, split: st
         raise ValueError(
             f"{call}: ways must be at most {num_classes}, the classes{of_split}, got {_words(composition.ways)}."
         )
-    if isinstance(composition.shots, Imbalanced) and composition.shots.total < composition.most_ways(
-        num_classes
-    ):
-        raise ValueError(
-            f"{call}: Imbalanced(total={composition.shots.total}) must be at least "
-            f"{composition.most_ways(num_classes)}, the ways, for one support example of each class."
-        )
 
 
 def _too_small(
@@ -308,16 +296,12 @@ def _too_small(
     composition: Composition,
 ) -> str:
     described = ", ".join(f"{name!r} has {counts[name]}" for name in skipped[:5])
-    needed = (
-        "two examples"
-        if isinstance(composition.shots, Imbalanced)
-        else f"shots + queries = {composition.fewest_examples} examples"
-    )
     return (
-        f"{call}: a class must have {needed}, and {len(skipped)} of {num_classes} have fewer: {described}"
-        f"{', ...' if len(skipped) > 5 else ''}. Ask for fewer, choose others by classes=, or pass small='skip'."
+        f"{call}: a class must have shots + queries = {composition.fewest_examples} examples, and {len(skipped)} of "
+        f"{num_classes} have fewer: {described}{', ...' if len(skipped) > 5 else ''}. Ask for fewer, choose others "
+        "by classes=, or pass small='skip'."
     )
 
 
-def _words(count: Count | Imbalanced) -> str:
+def _words(count: Count) -> str:
     return f"{count[0]} to {count[1]}" if isinstance(count, tuple) else str(count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +12,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from metagrad.core._torch import from_numpy
-from metagrad.core.budget import Bytes, checked_bytes
-from metagrad.core.checks import is_mapping
-from metagrad.tasks._data_root import find_path
+from metagrad.core.checks import check_choice, check_count
+from metagrad.tasks._data_root import find_path, pillow
 from metagrad.tasks._splits import SHARES, split_name
 from metagrad.tasks.fewshot.published import PUBLISHED
 
@@ -43,9 +41,7 @@ class ImageFolders(Dataset[Any]):
     | --- | --- |
     | `train.csv`, `val.csv`, `test.csv` with the columns filename and label; files in `images/` | mini-ImageNet |
     | `train/CLASS/*`, `val/CLASS/*`, `test/CLASS/*` | tieredImageNet |
-    | `CLASS/*`, `images/CLASS/*` or `data/CLASS/*`, with `splits=` or lists of classes beside them | CIFAR-FS |
-
-    Such lists are `splits.json`, or `train.txt`, `val.txt` and `test.txt`, in the root or in `splits/`.
+    | `CLASS/*`, `images/CLASS/*` or `data/CLASS/*`, with `splits=` | CIFAR-FS |
 
     Images are read by Pillow when they are asked for, which must be installed.
 
@@ -53,13 +49,10 @@ class ImageFolders(Dataset[Any]):
         root: The folder, also relative to `$METAGRAD_DATA`.
         size: Pixels along a side, to which images are scaled by Pillow's bilinear filter, without regard to their
             shape; None leaves them as they are.
-        splits: Where classes are in `CLASS/`: `"mini-ImageNet"` or `"CIFAR-FS"`, the published splits; a mapping from
-            `"train"`, `"validation"` and `"test"` to class names; or the path of a JSON file with such, or of a
-            folder with `train.txt`, `val.txt` and `test.txt`.
+        splits: Where classes are in `CLASS/`: `"mini-ImageNet"` or `"CIFAR-FS"`, the published splits; or a mapping
+            from `"train"`, `"validation"` and `"test"` to class names.
         transform: Maps a Pillow image to a tensor, as those of torchvision do; it replaces the scaling.
         mode: Pillow's name of the channels: `"RGB"` or `"L"`.
-        cache: Bytes, such as `"512MiB"`, of decoded images that each process keeps, scaled ones unless there is a
-            transform: the first that are asked for, as many as fit. None keeps none.
 
     Attributes:
         files: The path of each image.
@@ -86,22 +79,17 @@ class ImageFolders(Dataset[Any]):
         root: str | os.PathLike[str],
         *,
         size: int | None = 84,
-        splits: str | os.PathLike[str] | Mapping[str, Sequence[str]] | None = None,
+        splits: str | Mapping[str, Sequence[str]] | None = None,
         transform: Callable[[Any], Tensor] | None = None,
         mode: str = "RGB",
-        cache: Bytes | None = None,
     ) -> None:
-        _pillow()
-        if size is not None and size < 1:
-            raise ValueError(f"ImageFolders: size must be at least 1, got {size}.")
-        if mode not in ("RGB", "L"):
-            raise ValueError(f"ImageFolders: mode must be 'RGB' or 'L', got {mode!r}.")
+        pillow("ImageFolders")
+        check_count("ImageFolders(size)", size, optional=True)
+        check_choice("ImageFolders(mode)", mode, ("RGB", "L"))
         self.root: Path = find_path("ImageFolders", root)
         self.size: int | None = size
         self.transform = transform
         self.mode = mode
-        self.cache: int = 0 if cache is None else checked_bytes("ImageFolders", "cache", cache)
-        self._kept, self._room = dict[int, np.ndarray](), self.cache
         found = _find(self.root, splits)
         self.splits: Splits = found.splits
         self.classes: list[str] = sorted({name for _, name in found.files})
@@ -121,40 +109,17 @@ class ImageFolders(Dataset[Any]):
         levels = from_numpy(np.array(image)).view(image.height, image.width, -1)
         return levels.permute(2, 0, 1).contiguous(), self.targets[index]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is kept, which another process can read itself."""
-        return {**self.__dict__, "_kept": {}, "_room": self.cache}
-
     def _image(self, number: int) -> Any:
         """Return an image as Pillow's, scaled unless there is a transform."""
-        if number in self._kept:
-            return _pillow().fromarray(self._kept[number])
-        pillow, path = _pillow(), self.files[number]
+        reader, path = pillow("ImageFolders"), self.files[number]
         try:
-            with pillow.open(path) as file:
+            with reader.open(path) as file:
                 image = file.convert(self.mode)
         except (OSError, SyntaxError) as error:  # Pillow's, of a file that is damaged or no image
             raise ValueError(f"ImageFolders: {path} cannot be read as an image: {error}.") from error
         if self.transform is None and self.size is not None:
-            image = image.resize((self.size, self.size), pillow.Resampling.BILINEAR)
-        if self._room:
-            self._keep(number, np.asarray(image))
+            image = image.resize((self.size, self.size), reader.Resampling.BILINEAR)
         return image
-
-    def _keep(self, number: int, levels: np.ndarray) -> None:
-        if levels.nbytes <= self._room:
-            self._kept[number] = levels
-            self._room -= levels.nbytes
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "ImageFolders: reading images needs Pillow; install it by `pip install pillow`."
-        ) from error
-    return Image
 
 
 def _find(root: Path, splits: Any) -> Found:
@@ -164,7 +129,7 @@ def _find(root: Path, splits: Any) -> Found:
         no_files: list[tuple[Path, str]] = []
         everywhere = (_by_class(root / name) for name in SUBFOLDERS)
         files = next((found for found in everywhere if found), no_files)
-        found = Found(files, _beside(root) if splits is None else _given(splits))
+        found = Found(files, _given(splits))
     if not found.files:
         raise ValueError(
             f"ImageFolders: {root} must have a folder for each class, folders train/, val/ and test/ of such, or "
@@ -246,39 +211,13 @@ def _existing(folder: Path, ending: str) -> dict[str, Path]:
     }
 
 
-def _beside(root: Path) -> Splits:
-    """Return the splits that a folder of classes has beside its images, or none."""
-    for folder in (root, root / "splits"):
-        if (folder / "splits.json").is_file():
-            return _given(folder / "splits.json")
-        if _existing(folder, ".txt"):
-            return _given(folder)
-    return {}
-
-
 def _given(splits: Any) -> Splits:
-    """Return splits in any form as lists of class names."""
-    if isinstance(splits, str) and splits in PUBLISHED:
-        return PUBLISHED[splits]
-    if isinstance(splits, (str, os.PathLike)):
-        path = Path(os.fspath(splits))
-        read: Any = None
-        if path.is_dir():
-            read = {split: file.read_text().split("\n") for split, file in _existing(path, ".txt").items()}
-        elif path.is_file():
-            read = json.loads(path.read_text())
-        if not is_mapping(read) or not read:
-            raise ValueError(
-                f"ImageFolders: splits must be one of {', '.join(map(repr, PUBLISHED))}, the path of a JSON file "
-                "with lists of classes by split, or of a folder with train.txt, val.txt and test.txt, got "
-                f"{str(path)!r}."
-            )
-        splits = read
-    named: Splits = {
-        split_name(name): [c.strip() for c in classes if c.strip()] for name, classes in splits.items()
-    }
-    if not named.keys() <= SHARES.keys():
-        raise ValueError(
-            f"ImageFolders: splits must be by {', '.join(map(repr, SHARES))}, got {list(splits)}."
-        )
+    """Return splits as lists of class names."""
+    if splits is None:
+        return {}
+    if isinstance(splits, str):
+        return PUBLISHED[check_choice("ImageFolders(splits)", splits, PUBLISHED)]
+    named: Splits = {split_name(name): list(classes) for name, classes in splits.items()}
+    for name in named:
+        check_choice("ImageFolders(splits)", name, SHARES)
     return named

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from metagrad.core._torch import from_numpy
-from metagrad.tasks._checks import check_counts, check_float_dtype
+from metagrad.core.checks import check_choice, check_count
 from metagrad.tasks.fewshot import FewShot
 from metagrad.tasks.omniglot.drawings import read_drawings
 from metagrad.tasks.omniglot.files import find_files
@@ -18,7 +18,7 @@ from metagrad.tasks.omniglot.splits import DRAWING_SIZE, NUM_DRAWERS, SPLITS
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -41,7 +41,7 @@ class Omniglot(FewShot):
     | `"train"`, `"validation"`, `"test"` | 1028, 172, 423 | Vinyals et al. 2016 |
     | `"trainval"` | 1200, the first two together | Vinyals et al. 2016 |
     | `"background"`, `"evaluation"` | 964, 659 | Lake et al. 2015 |
-    | `"small1"`, `"small2"` | 136, 156 of the background, sharing Greek and Latin | Lake et al. 2015 |
+    | `"small1"` | 136 of the background | Lake et al. 2015 |
 
     Args:
         root: The data folder, or its subfolder `omniglot`; None is `$METAGRAD_DATA`, else
@@ -55,8 +55,7 @@ class Omniglot(FewShot):
             split. A task may then hold one character in two orientations, as classes of their own.
         size: Pixels along a side of an image.
         resize: `"nearest"`, as Pillow resizes the black-and-white files, which MAML's results and many others
-            use; `"bilinear"`, as Pillow resizes after a conversion to gray levels; or `"area"`, the plain
-            average.
+            use; or `"area"`, the plain average.
         download: Whether the official zips are fetched from the dataset's own repository when nothing is
             found.
         device: Where images are kept and tasks are drawn; None is torch's default device.
@@ -101,14 +100,10 @@ class Omniglot(FewShot):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        check_counts("Omniglot", {"ways": ways, "shots": shots, "queries": queries, "size": size})
-        check_float_dtype("Omniglot", dtype)
-        _check_choice("split", split, SPLITS)
-        _check_choice("resize", resize, RESIZERS)
-        _check_members(shots, queries)
+        check_count("Omniglot(size)", size)
+        check_choice("Omniglot(split)", split, SPLITS)
+        check_choice("Omniglot(resize)", resize, RESIZERS)
         characters = SPLITS[split].characters
-        _check_ways(ways, len(characters) * (4 if rotations else 1), split)
-
         self.rotations = rotations
         self.resize = resize
         self.files: list[Path] = find_files(root, SPLITS[split], download=download)
@@ -190,24 +185,3 @@ def add_rotations(images: Tensor) -> Tensor:
                 [3, 1, 4, 2]])
     """
     return torch.cat([images.rot90(k, dims=(-2, -1)) for k in range(4)])
-
-
-def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"Omniglot: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _check_members(shots: int, queries: int) -> None:
-    if shots + queries > NUM_DRAWERS:
-        raise ValueError(
-            f"Omniglot: shots + queries must be at most {NUM_DRAWERS}, the drawings of a character, got "
-            f"{shots} + {queries} = {shots + queries}. Ask for fewer."
-        )
-
-
-def _check_ways(ways: int, num_classes: int, split: str) -> None:
-    if ways > num_classes:
-        raise ValueError(
-            f"Omniglot: ways must be at most {num_classes}, the classes of split {split!r}, got {ways}. "
-            "Ask for fewer, or pass rotations=True for four times the classes."
-        )

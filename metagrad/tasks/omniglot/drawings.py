@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
-import struct
 import zipfile
-import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from metagrad.tasks._data_root import pillow
 from metagrad.tasks.omniglot.splits import DRAWING_SIZE, NUM_DRAWERS, Character
 
 if TYPE_CHECKING:
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Drawings = tuple[Character, np.ndarray]
-
-SIGNATURE = b"\x89PNG\r\n\x1a\n"
-BLACK_AND_WHITE = [1, 0, 0, 0, 0]  # bit depth, color type, compression, filtering, interlace
 
 _PNG_NAME = re.compile(r"(?:^|/)(?P<alphabet>[^/]+)/character(?P<number>\d+)/[^/]*_(?P<drawer>\d+)\.png$")
 
@@ -75,8 +72,9 @@ def _group_by_character(
 
 def _decode_drawing(path: Path, name: str, data: bytes) -> np.ndarray:
     try:
-        pixels = decode_png(data)
-    except ValueError as error:
+        with pillow("Omniglot").open(io.BytesIO(data)) as image:
+            pixels = np.asarray(image.convert("1"), dtype=np.uint8)
+    except (OSError, SyntaxError) as error:  # Pillow's, of a file that is damaged or no image
         raise ValueError(f"Omniglot: {name} in {path} could not be decoded: {error}") from error
     if pixels.shape != (DRAWING_SIZE, DRAWING_SIZE):
         raise ValueError(
@@ -84,55 +82,6 @@ def _decode_drawing(path: Path, name: str, data: bytes) -> np.ndarray:
             f"{pixels.shape[0]}x{pixels.shape[1]}."
         )
     return 1 - pixels
-
-
-def decode_png(data: bytes) -> np.ndarray:
-    """Decode a PNG of the kind that all official drawings are: black and white, no line filters, not interlaced.
-
-    Args:
-        data: The file's bytes.
-
-    Returns:
-        Pixels 0 (black) and 1 (white), [height, width], uint8.
-
-    Raises:
-        ValueError: When the file is damaged or of another kind.
-
-    References:
-        Portable Network Graphics (PNG) Specification, second edition, W3C 2003.
-    """
-    chunks = _read_chunks(data)
-    ihdr = chunks.get(b"IHDR", b"")
-    width, height, *kind = struct.unpack(">IIBBBBB", ihdr) if len(ihdr) == 13 else (0, 0)
-    if kind != BLACK_AND_WHITE or not (width and height):
-        raise ValueError(
-            "decode_png(data): the image must have pixels, grayscale, of bit depth 1, not interlaced, got "
-            f"{width}x{height}, kind {kind}."
-        )
-    try:
-        raw = zlib.decompress(chunks.get(b"IDAT", b""))
-    except zlib.error as error:
-        raise ValueError(f"decode_png(data): the pixels could not be decompressed ({error}).") from error
-    if len(raw) != height * (1 + (width + 7) // 8):
-        raise ValueError(f"decode_png(data): {len(raw)} bytes are not {width}x{height} pixels.")
-    lines = np.frombuffer(raw, dtype=np.uint8).reshape(height, -1)
-    if lines[:, 0].any():
-        raise ValueError("decode_png(data): lines with a filter are not supported.")
-    return np.unpackbits(lines[:, 1:], axis=1, count=width)
-
-
-def _read_chunks(data: bytes) -> dict[bytes, bytes]:
-    if not data.startswith(SIGNATURE):
-        raise ValueError("decode_png(data): a PNG must begin with its signature.")
-    chunks: dict[bytes, bytes] = {}
-    start = len(SIGNATURE)
-    while b"IEND" not in chunks:
-        if start + 12 > len(data):
-            raise ValueError("decode_png(data): the file is cut short, its IEND chunk is missing.")
-        length, name = struct.unpack_from(">I4s", data, start)
-        chunks[name] = chunks.get(name, b"") + data[start + 8 : start + 8 + length]
-        start += 12 + length  # the chunk's length, name and checksum take 12 bytes
-    return chunks
 
 
 def _read_bits(path: Path, wanted: Collection[Character]) -> Iterator[Drawings]:

@@ -20,7 +20,6 @@ ARCHIVES_MD5 = {
     "images_background": "68d2efa1b9178cc56df9314c21c6e718",
     "images_evaluation": "6b91aef0f799c5bb55b94e3f2daec811",
     "images_background_small1": "e704a628b5459e08445c13499850abc4",
-    "images_background_small2": "b75a71a51d3b13f821f212756fe481fd",
 }
 BITS_NAME = "omniglot_105_bits.npz"
 BITS_SHA256 = "97518a2c8b2d2b7b9207bcdaa6d1328ed0f463a77f835094b5e9e45e29e701f9"

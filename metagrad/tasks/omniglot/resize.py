@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,22 +40,7 @@ def resize_area(drawings: Tensor, size: int) -> Tensor:
         Levels, [drawings, size, size] uint8, rounded.
     """
     weights = _covered_parts(drawings.shape[-1], size, drawings.device)
-    return _to_levels(weights @ (drawings.float() @ weights.T))
-
-
-def resize_bilinear(drawings: Tensor, size: int) -> Tensor:
-    """Average with a triangular window twice as wide as a new pixel, as Pillow does after converting to "L".
-
-    Args:
-        drawings: Levels 0 to 255, [drawings, side, side] uint8.
-        size: Pixels along a side of the result.
-
-    Returns:
-        Levels, [drawings, size, size] uint8, rounded.
-    """
-    levels = drawings.float().unsqueeze(1)
-    resized = F.interpolate(levels, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
-    return _to_levels(resized.squeeze(1))
+    return (weights @ (drawings.float() @ weights.T)).round().clamp(0, 255).to(torch.uint8)
 
 
 def _covered_parts(old: int, new: int, device: torch.device) -> Tensor:
@@ -67,12 +51,4 @@ def _covered_parts(old: int, new: int, device: torch.device) -> Tensor:
     return covered.clamp(min=0) / scale
 
 
-def _to_levels(values: Tensor) -> Tensor:
-    return values.round().clamp(0, 255).to(torch.uint8)
-
-
-RESIZERS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "nearest": resize_nearest,
-    "area": resize_area,
-    "bilinear": resize_bilinear,
-}
+RESIZERS: dict[str, Callable[[Tensor, int], Tensor]] = {"nearest": resize_nearest, "area": resize_area}

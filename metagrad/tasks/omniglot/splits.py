@@ -82,7 +82,6 @@ TEST = (
 FIRST_TEST_CHARACTER_OF_GURMUKHI = 42
 
 SMALL1 = ("Balinese", "Early_Aramaic", "Greek", "Korean", "Latin")
-SMALL2 = ("Greek", "Japanese_(katakana)", "Latin", "Sanskrit", "Tagalog")
 
 
 class Character(NamedTuple):
@@ -123,14 +122,11 @@ def _make_splits() -> dict[str, Split]:
     background, evaluation = _characters(BACKGROUND), _characters(EVALUATION)
     everything = background + evaluation
     one, other = ("images_background",), ("images_evaluation",)
-    small1, small2 = "images_background_small1", "images_background_small2"
 
     def vinyals(*parts: str) -> tuple[Character, ...]:
         return tuple(c for c in everything if _vinyals_part(c) in parts)
 
-    def alphabets(names: tuple[str, ...]) -> tuple[Character, ...]:
-        return tuple(c for c in background if c.alphabet in names)
-
+    small1 = tuple(c for c in background if c.alphabet in SMALL1)
     of_vinyals, of_lake = "Vinyals et al. 2016", "Lake et al. 2015"
     return {
         "train": Split(of_vinyals, vinyals("train"), (one + other,)),
@@ -139,8 +135,7 @@ def _make_splits() -> dict[str, Split]:
         "test": Split(of_vinyals, vinyals("test"), (other,)),
         "background": Split(of_lake, background, (one,)),
         "evaluation": Split(of_lake, evaluation, (other,)),
-        "small1": Split(of_lake, alphabets(SMALL1), ((small1,), one)),
-        "small2": Split(of_lake, alphabets(SMALL2), ((small2,), one)),
+        "small1": Split(of_lake, small1, (("images_background_small1",), one)),
     }
 
 

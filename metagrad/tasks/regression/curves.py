@@ -7,10 +7,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from metagrad.tasks.regression.family import Curves, Range, Regression, check_not_negative, check_range
+from metagrad.core.checks import check_number, refuse
+from metagrad.tasks.regression.family import Curves, Range, Regression
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def _sinusoid(x: Tensor, amplitude: Tensor, phase: Tensor) -> Tensor:
+    return amplitude * torch.sin(x - phase)
+
+
+def _line(x: Tensor, slope: Tensor, intercept: Tensor) -> Tensor:
+    return slope * x + intercept
+
+
+def _step(x: Tensor, left: Tensor, right: Tensor, position: Tensor) -> Tensor:
+    return torch.where(x < position, left, right)
+
+
+def _sinusoid_or_line(x: Tensor, mode: Tensor, **parameters: Tensor) -> Tensor:
+    sinusoid = _sinusoid(x, parameters["amplitude"], parameters["phase"])
+    return torch.where(mode, sinusoid, _line(x, parameters["slope"], parameters["intercept"]))
+
+
+def _harmonic(
+    x: Tensor, frequency: Tensor, phase1: Tensor, phase2: Tensor, amplitude1: Tensor, amplitude2: Tensor
+) -> Tensor:
+    first = amplitude1 * torch.sin(frequency * x + phase1)
+    return first + amplitude2 * torch.sin(2 * frequency * x + phase2)
 
 
 class Sinusoid(Regression):
@@ -50,12 +75,9 @@ class Sinusoid(Regression):
         phase: Range = (0.0, math.pi),
         **arguments: Any,
     ) -> None:
-        super().__init__(shots, queries, **arguments)
-        self.ranges: dict[str, Range] = _checked("Sinusoid", {"amplitude": amplitude, "phase": phase})
+        super().__init__(shots, queries, ranges={"amplitude": amplitude, "phase": phase}, **arguments)
 
-    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
-        """Draw the true curves alone; see `Regression.sample_functions`."""
-        return self.uniform_curves(_sinusoid, self.ranges, num_tasks, generator)
+    formula = staticmethod(_sinusoid)
 
 
 class Linear(Regression):
@@ -90,12 +112,9 @@ class Linear(Regression):
         intercept: Range = (-3.0, 3.0),
         **arguments: Any,
     ) -> None:
-        super().__init__(shots, queries, **arguments)
-        self.ranges: dict[str, Range] = _checked("Linear", {"slope": slope, "intercept": intercept})
+        super().__init__(shots, queries, ranges={"slope": slope, "intercept": intercept}, **arguments)
 
-    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
-        """Draw the true lines alone; see `Regression.sample_functions`."""
-        return self.uniform_curves(_line, self.ranges, num_tasks, generator)
+    formula = staticmethod(_line)
 
 
 class Step(Regression):
@@ -132,12 +151,11 @@ class Step(Regression):
         position: Range = (-2.5, 2.5),
         **arguments: Any,
     ) -> None:
-        super().__init__(shots, queries, **arguments)
-        self.ranges: dict[str, Range] = _checked("Step", {"left": left, "right": right, "position": position})
+        super().__init__(
+            shots, queries, ranges={"left": left, "right": right, "position": position}, **arguments
+        )
 
-    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
-        """Draw the true steps alone; see `Regression.sample_functions`."""
-        return self.uniform_curves(_step, self.ranges, num_tasks, generator)
+    formula = staticmethod(_step)
 
 
 class SinusoidOrLine(Regression):
@@ -186,19 +204,17 @@ class SinusoidOrLine(Regression):
         noise: float = 0.3,
         **arguments: Any,
     ) -> None:
-        super().__init__(shots, queries, noise=noise, **arguments)
-        self.ranges: dict[str, Range] = _checked(
-            "SinusoidOrLine",
-            {"amplitude": amplitude, "phase": phase, "slope": slope, "intercept": intercept},
-        )
+        ranges = {"amplitude": amplitude, "phase": phase, "slope": slope, "intercept": intercept}
+        super().__init__(shots, queries, ranges={**ranges, "mode": (0.0, 1.0)}, noise=noise, **arguments)
         if not 0 <= probability <= 1:
-            raise ValueError(f"SinusoidOrLine: probability must lie in [0, 1], got {probability}.")
+            refuse("SinusoidOrLine(probability)", "a number from 0 to 1", probability)
         self.probability = probability
+
+    formula = staticmethod(_sinusoid_or_line)
 
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
         """Draw the true curves alone; see `Regression.sample_functions`."""
-        ranges = {**self.ranges, "mode": (0.0, 1.0)}
-        curves = self.uniform_curves(_sinusoid_or_line, ranges, num_tasks, generator)
+        curves = super().sample_functions(num_tasks, generator=generator)
         modes = {"mode": curves.parameters["mode"] < self.probability}
         return curves._replace(parameters={**curves.parameters, **modes})
 
@@ -240,16 +256,15 @@ class Harmonic(Regression):
         spread: float = 1.0,
         **arguments: Any,
     ) -> None:
-        super().__init__(shots, queries, x=x, **arguments)
-        self.ranges: dict[str, Range] = _checked(
-            "Harmonic", {"frequency": frequency, "phase1": phase, "phase2": phase}
-        )
-        check_not_negative("Harmonic", "spread", spread)
-        self.spread = spread
+        ranges = {"frequency": frequency, "phase1": phase, "phase2": phase}
+        super().__init__(shots, queries, ranges=ranges, x=x, **arguments)
+        self.spread: float = check_number("Harmonic(spread)", spread, 0)
+
+    formula = staticmethod(_harmonic)
 
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
         """Draw the true curves alone; see `Regression.sample_functions`."""
-        curves = self.uniform_curves(_harmonic, self.ranges, num_tasks, generator)
+        curves = super().sample_functions(num_tasks, generator=generator)
         amplitudes = {name: self.normal((num_tasks,), generator) for name in ("amplitude1", "amplitude2")}
         return curves._replace(parameters={**curves.parameters, **amplitudes})
 
@@ -257,33 +272,3 @@ class Harmonic(Regression):
         """Draw the inputs of each task around a mean of its own."""
         mean = self.uniform(self.x, (num_tasks, 1, 1), generator)
         return mean + self.spread * self.normal((num_tasks, self.shots + self.queries, 1), generator)
-
-
-def _sinusoid(x: Tensor, amplitude: Tensor, phase: Tensor) -> Tensor:
-    return amplitude * torch.sin(x - phase)
-
-
-def _line(x: Tensor, slope: Tensor, intercept: Tensor) -> Tensor:
-    return slope * x + intercept
-
-
-def _step(x: Tensor, left: Tensor, right: Tensor, position: Tensor) -> Tensor:
-    return torch.where(x < position, left, right)
-
-
-def _sinusoid_or_line(x: Tensor, mode: Tensor, **parameters: Tensor) -> Tensor:
-    sinusoid = _sinusoid(x, parameters["amplitude"], parameters["phase"])
-    return torch.where(mode, sinusoid, _line(x, parameters["slope"], parameters["intercept"]))
-
-
-def _harmonic(
-    x: Tensor, frequency: Tensor, phase1: Tensor, phase2: Tensor, amplitude1: Tensor, amplitude2: Tensor
-) -> Tensor:
-    first = amplitude1 * torch.sin(frequency * x + phase1)
-    return first + amplitude2 * torch.sin(2 * frequency * x + phase2)
-
-
-def _checked(call: str, ranges: dict[str, Range]) -> dict[str, Range]:
-    for name, ends in ranges.items():
-        check_range(call, name, ends)
-    return {name: (low, high) for name, (low, high) in ranges.items()}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from metagrad.core.checks import check_number
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
 from metagrad.tasks.batch import Batch, Examples
 
@@ -74,12 +75,13 @@ class Curves(NamedTuple):
 class Regression:
     """Draw tasks of one input and one output: a function, inputs U[x], and targets with or without noise.
 
-    A family is a subclass with `sample_functions`. One whose functions are a formula with uniform parameters
-    calls `uniform_curves` there, as `Sinusoid` and `Linear` do.
+    A family is a subclass with a `formula`, whose parameters are uniform in `ranges`, as `Sinusoid` and `Linear`;
+    or with `sample_functions`, which may call `uniform_curves`.
 
     Args:
         shots: Support examples of a task.
         queries: Query examples of a task.
+        ranges: Lowest and highest value of each parameter of the formula.
         x: Lowest and highest input.
         noise: Standard deviation of the normal noise of every target, query ones too.
         dtype: Floating-point type of every tensor; None is torch's default type.
@@ -99,11 +101,14 @@ class Regression:
         (torch.Size([25, 5, 1]), torch.Size([25, 15, 1]))
     """
 
+    formula: Callable[..., Tensor] | None = None
+
     def __init__(
         self,
         shots: int = 10,
         queries: int = 10,
         *,
+        ranges: Mapping[str, Range] | None = None,
         x: Range = (-5.0, 5.0),
         noise: float = 0.0,
         dtype: torch.dtype | None = None,
@@ -111,17 +116,18 @@ class Regression:
     ) -> None:
         call = type(self).__name__
         check_counts(call, {"shots": shots, "queries": queries})
-        check_range(call, "x", x)
-        check_not_negative(call, "noise", noise)
         self.shots = shots
         self.queries = queries
-        self.noise = noise
-        self.x: Range = (x[0], x[1])
+        self.noise: float = check_number(f"{call}(noise)", noise, 0)
+        self.x: Range = checked_range(call, "x", x)
+        self.ranges: dict[str, Range] = {
+            name: checked_range(call, name, ends) for name, ends in (ranges or {}).items()
+        }
         self.dtype: torch.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.device: torch.device = torch.get_default_device() if device is None else torch.device(device)
         check_float_dtype(call, self.dtype)
 
-    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Functions:
+    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Any:
         """Draw the true functions alone, as a plot needs them beside their examples.
 
         Args:
@@ -134,9 +140,11 @@ class Regression:
         Raises:
             ValueError: When num_tasks is below one, or the generator is on another device.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}: a family of functions must define sample_functions."
-        )
+        if self.formula is None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: a family must have a formula, or define sample_functions."
+            )
+        return self.uniform_curves(self.formula, self.ranges, num_tasks, generator)
 
     def sample(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Batch:
         """Draw tasks, and examples of each.
@@ -220,13 +228,8 @@ def check_points(call: str, x: Tensor, num_tasks: int) -> None:
         raise ValueError(f"{call}: x must be [points, 1] or [{num_tasks}, points, 1], got {list(x.shape)}.")
 
 
-def check_range(call: str, name: str, ends: Range) -> None:
-    """Raise unless a range is two finite ends that ascend."""
+def checked_range(call: str, name: str, ends: Range) -> Range:
+    """Return a range; raise ``ValueError`` unless it is two finite ends that ascend."""
     if len(ends) != 2 or not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] <= ends[1]):
         raise ValueError(f"{call}: {name} must be (lowest, highest), finite and ascending, got {ends}.")
-
-
-def check_not_negative(call: str, name: str, value: float) -> None:
-    """Raise unless a number is finite and not negative."""
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{call}: {name} must be finite and not negative, got {value}.")
+    return ends[0], ends[1]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from metagrad.core._torch import linalg
+from metagrad.core.checks import check_choice, check_positive
 from metagrad.tasks._checks import check_counts
-from metagrad.tasks.regression.family import Range, Regression, check_points, check_range
+from metagrad.tasks.regression.family import Range, Regression, check_points
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,22 +152,11 @@ class GaussianProcess(Regression):
         x: Range = (-2.0, 2.0),
         **arguments: Any,
     ) -> None:
-        super().__init__(shots, queries, x=x, **arguments)
-        if kernel not in KERNELS:
-            raise ValueError(
-                f"GaussianProcess: kernel must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}."
-            )
-        self.kernel = kernel
-        ranges = {
-            "lengthscale": lengthscale,
-            "scale": scale,
-            **({} if period is None else {"period": period}),
-        }
-        for name, ends in ranges.items():
-            check_range("GaussianProcess", name, ends)
-            if ends[0] <= 0:
-                raise ValueError(f"GaussianProcess: {name} must be above 0, got {ends}.")
-        self.ranges: dict[str, Range] = {name: (low, high) for name, (low, high) in ranges.items()}
+        ranges = {"lengthscale": lengthscale, "scale": scale} | ({} if period is None else {"period": period})
+        super().__init__(shots, queries, ranges=ranges, x=x, **arguments)
+        self.kernel: str = check_choice("GaussianProcess(kernel)", kernel, KERNELS)
+        for name, (lowest, _) in self.ranges.items():
+            check_positive(f"GaussianProcess({name})", lowest)
 
     def sample_functions(
         self, num_tasks: int, *, generator: torch.Generator | None = None

@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metagrad.tasks._groups import Groups, draw_distinct
-from metagrad.tasks.fewshot import Imbalanced
 from metagrad.tasks.fewshot.episodes import Composition, draw_episodes
 
 CPU = torch.device("cpu")
@@ -65,11 +64,6 @@ def test_every_member_is_equally_likely_to_be_support():
     torch.testing.assert_close(shares, torch.full((4,), 0.25), rtol=0, atol=0.016)
 
 
-def test_members_are_drawn_anew_for_each_class():
-    _, members = draw(1, num_classes=8, class_size=20, ways=8, examples=10)
-    assert not all(torch.equal(members[0, 0], members[0, k]) for k in range(1, 8))
-
-
 def test_members_of_unequal_classes_are_in_range_and_equally_likely():
     sizes = torch.tensor([3, 7]).expand(20000, 2)
     members = draw_distinct(sizes, 7, 2, seeded())
@@ -127,30 +121,3 @@ def test_shots_do_not_take_the_members_that_queries_need():
     of_small = torch.where(support.items < 5, support.labels, -100)  # the class of five has one to spare
     assert all(len(task[task >= 0]) == 1 for task in of_small)
     assert counts.amax() == 10
-
-
-def test_meta_dataset_composition_follows_its_formulas():
-    sizes = (6, 30, 100, 400)
-    support, query = draw_episodes(
-        of_sizes(*sizes), 400, Composition((2, 4), Imbalanced(20, 60), 10), seeded()
-    )
-    check_padding(support, 400)
-    ends = torch.tensor(sizes).cumsum(0)
-    for task in range(400):
-        real = query.items[task][query.items[task] >= 0]
-        chosen = torch.bucketize(real, ends, right=True).unique()
-        smallest = min(sizes[c] for c in chosen.tolist())
-        queries = min(10, smallest // 2)
-        assert len(real) == queries * len(chosen)
-        shots = (support.labels[task] != -100).sum()
-        most = min(60, sum(min(20, sizes[c] - queries) for c in chosen.tolist()))
-        assert len(chosen) <= shots <= most
-    totals = (support.labels != -100).sum(1)
-    assert totals.min() < 10
-    assert totals.max() > 40
-
-
-def test_meta_dataset_gives_larger_classes_more_shots():
-    support, _ = draw_episodes(of_sizes(20, 100), 200, Composition(2, Imbalanced(), 5), seeded())
-    is_large = support.items >= 20
-    assert is_large.sum() > 3 * ((support.items >= 0) & ~is_large).sum()

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from metagrad.tasks import Omniglot, TaskDistribution
+from metagrad.tasks import Omniglot
 from tests.marks import slow
 
 
@@ -34,10 +34,6 @@ def image_numbers(x: torch.Tensor) -> torch.Tensor:
     return codes[..., 0] * 16 + codes[..., 1]
 
 
-def test_it_is_a_task_distribution(root):
-    assert isinstance(Omniglot(root), TaskDistribution)
-
-
 def test_classes_are_distinct_and_agree_between_support_and_query(recognisable):
     batch = recognisable.sample(50, generator=seeded())
     support = image_numbers(batch.support.x).view(50, 6, 3) // 20
@@ -51,11 +47,6 @@ def test_no_drawing_is_in_support_and_query(recognisable):
     batch = recognisable.sample(50, generator=seeded())
     numbers = torch.cat([image_numbers(batch.support.x), image_numbers(batch.query.x)], dim=1)
     assert all(len(set(task.tolist())) == 6 * 7 for task in numbers)
-
-
-def test_labels_follow_the_order_of_the_images(recognisable):
-    batch = recognisable.sample(1, generator=seeded())
-    assert batch.support.y.tolist() == [[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]]
 
 
 def test_the_generator_decides_alone(root):
@@ -119,16 +110,15 @@ def test_the_protocol_is_spelled_out(root):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"ways": 0}, ValueError, "Omniglot: ways must be at least 1, got 0"),
-        ({"shots": 0}, ValueError, "Omniglot: shots must be at least 1, got 0"),
-        ({"queries": 0}, ValueError, "Omniglot: queries must be at least 1, got 0"),
-        ({"size": 0}, ValueError, "Omniglot: size must be at least 1, got 0"),
-        ({"shots": "1"}, TypeError, r"Omniglot: shots must be an int, got '1' \(str\)"),
-        ({"shots": 6}, ValueError, r"shots \+ queries must be at most 20, .* got 6 \+ 15 = 21"),
-        ({"ways": 17}, ValueError, "ways must be at most 16, the classes of split 'train', got 17"),
-        ({"ways": 5, "rotations": False}, ValueError, "ways must be at most 4, .* got 5.* rotations=True"),
-        ({"split": "eval"}, ValueError, "split must be one of 'train', 'validation', .* got 'eval'"),
-        ({"resize": "cubic"}, ValueError, "resize must be one of 'nearest', 'area', 'bilinear', got 'cubic'"),
+        ({"ways": 0}, ValueError, r"Omniglot\(ways\): expected an int of 1 or more, got 0"),
+        ({"shots": 6}, ValueError, r"shots \+ queries = 21 examples, and 16 of 16 have fewer"),
+        ({"ways": 17}, ValueError, "ways must be at most 16, the classes, got 17"),
+        ({"split": "eval"}, ValueError, r"Omniglot\(split\): expected one of 'train', .* got 'eval'"),
+        (
+            {"resize": "cubic"},
+            ValueError,
+            r"Omniglot\(resize\): expected one of 'nearest', 'area', got 'cubic'",
+        ),
         ({"dtype": torch.uint8}, ValueError, "dtype must be a floating-point type .* got torch.uint8"),
     ],
 )
@@ -137,24 +127,13 @@ def test_construction_errors(root, arguments, error, message):
         Omniglot(root, **arguments)
 
 
-@pytest.mark.parametrize("resize", ["nearest", "area", "bilinear"])
+@pytest.mark.parametrize("resize", ["nearest", "area"])
 def test_the_device_that_is_asked_for_beats_the_default_device(root, resize):
     expected = Omniglot(root, resize=resize).sample(2, generator=seeded())
     with torch.device("meta"):
         batch = Omniglot(root, resize=resize, device="cpu").sample(2, generator=seeded())
     assert torch.equal(batch.query.x, expected.query.x)
     assert torch.equal(batch.query.y, expected.query.y)
-
-
-def test_num_tasks_below_one(root):
-    with pytest.raises(ValueError, match=r"Omniglot.sample: num_tasks must be at least 1, got 0"):
-        Omniglot(root).sample(0)
-
-
-def test_generator_on_another_device(root):
-    tasks = Omniglot(root, device="meta")
-    with pytest.raises(ValueError, match=r"Omniglot.sample: the generator is on cpu, the tasks are on meta"):
-        tasks.sample(1, generator=seeded())
 
 
 @pytest.mark.parametrize("layout", ["write_zip", "write_tree"])
@@ -171,14 +150,14 @@ def test_official_subset(real_small):
     split, path = real_small
     tasks = Omniglot(path.parent, split=split)
     assert tasks.files == [path]
-    assert tasks.images.shape == (4 * {"small1": 136, "small2": 156}[split], 20, 28, 28)
+    assert tasks.images.shape == (4 * 136, 20, 28, 28)
 
 
 # Pixels compare drawings badly: the floor that a trained method must beat, in percent, as a separate NumPy
 # program measured it on 4000 tasks (+-0.27). 600 tasks have a standard error of 0.35 points; four of them.
 @pytest.mark.parametrize(
     ("resize", "shots", "percent"),
-    [slow("area", 1, 41.8), slow("area", 5, 68.5), slow("nearest", 1, 35.9), slow("nearest", 5, 62.9)],
+    [slow("area", 1, 41.8), slow("nearest", 5, 62.9)],
 )
 def test_nearest_centroid_in_pixel_space(real_bits, resize, shots, percent):
     tasks = Omniglot(os.environ["METAGRAD_DATA"], split="test", shots=shots, resize=resize, rotations=False)

@@ -6,28 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metagrad.tasks.omniglot.resize import RESIZERS, resize_area, resize_bilinear, resize_nearest
+from metagrad.tasks.omniglot.resize import RESIZERS, resize_area, resize_nearest
 
 INK = torch.from_numpy(np.random.default_rng(0).integers(0, 2, (3, 105, 105)).astype(np.uint8) * 255)
 
 
 @given(size=st.integers(1, 220))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_nearest_equals_pillow_on_black_and_white(size):
     image_module = pytest.importorskip("PIL.Image")
     image = image_module.fromarray(INK[0].numpy()).convert("1")
     # Lanczos is what MAML's code asks for; Pillow gives mode "1" NEAREST whatever is asked.
     expected = np.array(image.resize((size, size), image_module.Resampling.LANCZOS).convert("L"))
     assert np.array_equal(resize_nearest(INK[:1], size)[0].numpy(), expected)
-
-
-@pytest.mark.parametrize("size", [14, 20, 28, 32, 84])
-def test_bilinear_equals_pillow_on_gray_levels_but_for_rounding(size):
-    image_module = pytest.importorskip("PIL.Image")
-    image = image_module.fromarray(INK[0].numpy())
-    expected = np.array(image.resize((size, size), image_module.Resampling.BILINEAR)).astype(int)
-    # Pillow rounds after each of the two directions, so that a level can differ by one.
-    assert np.abs(resize_bilinear(INK[:1], size)[0].numpy().astype(int) - expected).max() <= 1
 
 
 def test_area_is_the_mean_of_whole_blocks():
@@ -44,13 +35,6 @@ def test_area_weighs_pixels_by_the_part_that_is_covered():
 @pytest.mark.parametrize("name", RESIZERS)
 def test_every_filter_keeps_an_image_of_its_own_size(name):
     assert torch.equal(RESIZERS[name](INK, 105), INK)
-
-
-@pytest.mark.parametrize("name", RESIZERS)
-def test_every_filter_commutes_with_turning(name):
-    turned = RESIZERS[name](INK.rot90(1, (-2, -1)), 28)
-    difference = turned.int() - RESIZERS[name](INK, 28).rot90(1, (-2, -1)).int()
-    assert difference.abs().max() <= 1  # a level on the edge of rounding may fall either way
 
 
 @pytest.mark.parametrize("name", RESIZERS)

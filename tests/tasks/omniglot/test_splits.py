@@ -13,7 +13,6 @@ SIZES = {
     "background": 964,
     "evaluation": 659,
     "small1": 136,
-    "small2": 156,
 }
 
 
@@ -52,7 +51,6 @@ def characters_where(table, mask: np.ndarray) -> tuple[Character, ...]:
         ("background", lambda t: t["char_background"]),
         ("evaluation", lambda t: ~t["char_background"]),
         ("small1", lambda t: t["char_small1"]),
-        ("small2", lambda t: t["char_small2"]),
     ],
 )
 def test_the_tables_equal_the_membership_that_comes_with_the_data(table, name, select):
