@@ -6,12 +6,12 @@ from metagrad.optim.kronecker.muon import Muon
 from metagrad.optim.kronecker.shampoo import Shampoo
 from metagrad.optim.kronecker.soap import SOAP
 from metagrad.optim.second_order.adahessian import AdaHessian
+from metagrad.optim.second_order.kfac import KFAC
 from metagrad.optim.second_order.lbfgs import LBFGS
 from metagrad.optim.second_order.least_squares import LeastSquares, LeastSquaresResult, least_squares
 from metagrad.optim.second_order.newton import GaussNewton, NewtonCG
 from metagrad.optim.second_order.sophia import SophiaG, SophiaH
 from metagrad.optim.sharpness_aware import sharpness_aware
-from metagrad.optim.torch_optim.kfac import KFAC
 from metagrad.optim.torch_optim.sparse_adam import SparseAdam
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from metagrad.optim.second_order.curvature_optimizer import WeightedLoss
+from metagrad.optim.second_order.curvature_optimizer import WeightedLoss, options_of
 from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer, hessian_diagonal
 from metagrad.optim.second_order.probes import signs_like
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
@@ -83,10 +83,7 @@ class AdaHessian(DiagonalOptimizer):
         nonfinite: Literal["raise", "skip"] = "raise",
         seed: int | None = None,
     ) -> None:
-        defaults = {
-            name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
-        }
-        self._initialize(params, defaults)
+        self._initialize(params, options_of(locals()))
 
     def _diagonal(
         self,

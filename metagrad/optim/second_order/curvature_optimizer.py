@@ -79,6 +79,13 @@ class LossRecorder(TorchFunctionMode):
         return evaluated.value
 
 
+def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor, as ``locals()`` has them, that are options of every group."""
+    return {
+        k: v for k, v in arguments.items() if k not in ("self", "model", "params", "options", "__class__")
+    }
+
+
 def leaves_behind(loss: Tensor) -> list[Tensor]:
     """Return every tensor whose ``.grad`` a backward pass of a loss would write."""
     if loss.grad_fn is None:
@@ -227,7 +234,7 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _refuse_averaged(self) -> None:
         """Raise ``ValueError`` for gradients of several processes beside the curvature of one."""
-        if any(share_in(p.grad) is not None for p in self._all_params()):
+        if any(share_in(p.grad) is not None for group in self.param_groups for p in group["params"]):
             raise ValueError(
                 f"{type(self).__name__}.step: the gradients are means over several processes, and the curvature is "
                 "that of this process, so the parameters of the processes would drift apart. Use an optimizer that "

@@ -14,7 +14,7 @@ from metagrad.core._torch import linalg
 from metagrad.core.checks import check_choice
 from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.rule import Params
-from metagrad.optim.second_order.curvature_optimizer import LossRecorder
+from metagrad.optim.second_order.curvature_optimizer import LossRecorder, options_of
 from metagrad.optim.second_order.line_search import Point, strong_wolfe
 from metagrad.optim.second_order.vector import VectorOptimizer, flat, split
 from metagrad.optim.torch_optim.move import Change
@@ -193,10 +193,7 @@ class LBFGS(VectorOptimizer):
         maximize: bool = False,
         nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
-        defaults = {
-            name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
-        }
-        self._initialize(params, defaults)
+        self._initialize(params, options_of(locals()))
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from metagrad.optim.second_order.curvature_optimizer import (
     NotedLoss,
     WeightedLoss,
     leaves_behind,
+    options_of,
 )
 from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal
 from metagrad.optim.second_order.probes import generators_of, signs_like
@@ -327,8 +328,7 @@ class NewtonCG(VectorOptimizer):
         nonfinite: Literal["raise", "skip"] = "raise",
         seed: int | None = None,
     ) -> None:
-        defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        self._initialize(params, {**defaults, **self._more})
+        self._initialize(params, {**options_of(locals()), **self._more})
 
     @property
     def stats(self) -> dict[str, Any]:

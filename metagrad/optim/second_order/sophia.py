@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from metagrad.optim.second_order.curvature_optimizer import WeightedLoss
+from metagrad.optim.second_order.curvature_optimizer import WeightedLoss, options_of
 from metagrad.optim.second_order.diagonal_optimizer import (
     DiagonalOptimizer,
     gauss_newton_diagonal,
@@ -86,10 +86,7 @@ class SophiaH(DiagonalOptimizer):
         nonfinite: Literal["raise", "skip"] = "raise",
         seed: int | None = None,
     ) -> None:
-        defaults = {
-            name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
-        }
-        self._initialize(params, defaults)
+        self._initialize(params, options_of(locals()))
 
     def _diagonal(
         self,

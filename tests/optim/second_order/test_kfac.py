@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from metagrad.optim.torch_optim.kfac import KFAC
+import metagrad
+from metagrad.optim import KFAC
 from tests.marks import slow
 from tests.optim.torch_optim.cases import (
     assert_equal,
@@ -89,10 +92,10 @@ def test_descends_with_convolutions_and_norms(options, make):
 
 
 def test_other_modules_move_by_plain_momentum():
-    models = [
-        seeded(lambda: nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(F64))
-        for _ in range(2)
-    ]
+    def layers():
+        return nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(F64)
+
+    models = [seeded(layers) for _ in range(2)]
     for model in models:
         model[2].requires_grad_(False)
     with pytest.warns(UserWarning, match=r"0 \(Embedding\), 1 \(LayerNorm\)"):
@@ -104,7 +107,7 @@ def test_other_modules_move_by_plain_momentum():
             F.cross_entropy(model(torch.tensor(ids)), torch.arange(3)).backward()
             opt.step()
     assert_near(*(snapshot(model) for model in models))
-    assert not torch.equal(models[0][0].weight, seeded(lambda: nn.Embedding(9, 4)).weight.double())
+    assert not torch.equal(models[0][0].weight, seeded(layers)[0].weight)
 
 
 def test_factors_are_averages_and_inverses_are_renewed_at_intervals():
@@ -337,7 +340,7 @@ def test_frozen_and_unused_parameters_stay():
 
 def test_options_are_those_of_the_rule():
     with pytest.raises(
-        ValueError, match=r"kfac\(\.\.\.\): fisher must be 'empirical' or 'sampled', got 'true'"
+        ValueError, match=r"KFAC\(params\): fisher: expected one of 'empirical', 'sampled', got 'true'"
     ):
         KFAC(network(), fisher="true")
 
@@ -374,6 +377,55 @@ def test_the_sum_of_losses_takes_the_step_of_their_mean_at_damping_to_scale():
 
     expected = after(by_closure, kl_clip=None, damping=0.1)
     assert_near(after(summed, kl_clip=None, damping=1.2, loss_reduction="sum"), expected)
+
+
+def test_drawn_labels_give_the_gauss_newton_matrix():
+    """Of half the squares of a linear model it is X^T X / N, and one step is Newton's but for the labels' noise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, 3, generator=generator, dtype=F64)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=F64)
+    layer = nn.Linear(3, 1, bias=False, dtype=F64)
+    opt = KFAC(layer, lr=1.0, momentum=0.0, damping=1e-12, kl_clip=None, fisher="sampled", seed=0)
+    opt.step(closure_of(opt, lambda: F.mse_loss(layer(x), y) / 2))
+    expected = torch.tensor([[1.0, -2.0, 0.5]], dtype=F64)
+    # The variance of the drawn residuals has a deviation of (2 / 4000)^(1/2).
+    torch.testing.assert_close(layer.weight.detach(), expected, rtol=0.1, atol=0.05)
+
+
+FOLDER = str(Path(metagrad.__file__).parent / "optim")
+
+
+def called_before_a_move(opt, first):
+    """Return the functions of the optimizers, with their files, that a step calls before a parameter is written."""
+    called, version = set(), first._version
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        is_function = code.co_filename.startswith(FOLDER) and not code.co_name.startswith("<")
+        if event == "call" and is_function and first._version == version:
+            called.add((code.co_filename.removeprefix(FOLDER), code.co_name))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        opt.step()
+    finally:
+        sys.setprofile(before)
+    return called
+
+
+@pytest.mark.parametrize(("steps", "most"), [(1, 26), (2, 12)], ids=["estimate", "between"])
+def test_a_step_calls_few_functions_before_a_parameter_moves(steps, most):
+    """At a step with an estimate and its inverses, and at one between two."""
+    model, called = network(F64), set()
+    opt = KFAC(model, curvature_every=2, inverse_every=2)
+    for _ in range(steps):
+        opt.zero_grad()
+        classification(model, F64)().backward()
+        called = called_before_a_move(opt, model.first.weight)
+    shown = "\n".join(sorted(f"{file} {name}" for file, name in called))
+    assert 0 < len(called) <= most, shown
+    assert len({file for file, _ in called}) <= 5, shown
 
 
 class Valley(nn.Module):

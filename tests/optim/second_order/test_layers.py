@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from metagrad.optim.kronecker.layers import (
+from metagrad.optim.second_order.layers import (
     input_rows,
     joined,
     known_layers,

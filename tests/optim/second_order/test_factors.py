@@ -7,20 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.optim.kronecker.factors import (
-    EigenBlock,
-    FactorEstimate,
+from metagrad.optim.second_order.factors import (
     Factors,
-    FisherBlock,
     Sums,
-    added,
+    diagonalized,
+    direction_of,
     factors_of,
+    inverted,
     renewed,
     scaling_of,
     split_damping,
-    sums_of,
 )
-from metagrad.optim.kronecker.layers import input_rows, output_rows
+from metagrad.optim.second_order.layers import input_rows, output_rows
 
 F64 = torch.float64
 
@@ -50,9 +48,8 @@ def exact_factors(model, layer, x):
     total = None
     for column in range(y.shape[-1]):
         (g,) = torch.autograd.grad(y[:, column].sum(), output, retain_graph=True)
-        total = added(
-            total, sums_of(input_rows(layer, inputs, has_bias=layer.bias is not None), output_rows(layer, g))
-        )
+        rows = Sums.of(input_rows(layer, inputs, has_bias=layer.bias is not None), output_rows(layer, g))
+        total = rows if total is None else total.plus(rows)
     rows = Sums(total.inputs / y.shape[-1], total.outputs, len(x), total.num_rows // y.shape[-1])
     return factors_of(rows, 1 / len(x))
 
@@ -95,9 +92,9 @@ def test_blocks_of_a_deep_linear_network_are_exact(depth):
 def test_a_convolution_over_one_position_is_a_linear_layer():
     conv, x, g = made(lambda: nn.Conv2d(2, 3, (4, 5))), drawn(6, 2, 4, 5), drawn(6, 3, 1, 1, seed=2)
     linear = nn.Linear(40, 3, dtype=F64)
-    a = factors_of(sums_of(input_rows(conv, x, has_bias=True), output_rows(conv, g)), 6)
+    a = factors_of(Sums.of(input_rows(conv, x, has_bias=True), output_rows(conv, g)), 6)
     b = factors_of(
-        sums_of(input_rows(linear, x.flatten(1), has_bias=True), output_rows(linear, g.flatten(1))), 6
+        Sums.of(input_rows(linear, x.flatten(1), has_bias=True), output_rows(linear, g.flatten(1))), 6
     )
     for one, other in zip(a, b, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -106,7 +103,7 @@ def test_a_convolution_over_one_position_is_a_linear_layer():
 def test_a_convolution_is_the_linear_layer_on_its_patches():
     """Theorem 1: patches are summed over positions, gradients averaged."""
     conv, x, g = made(lambda: nn.Conv2d(2, 3, 3, padding=1)), drawn(4, 2, 5, 5), drawn(4, 3, 5, 5, seed=2)
-    factors = factors_of(sums_of(input_rows(conv, x, has_bias=True), output_rows(conv, g)), 4)
+    factors = factors_of(Sums.of(input_rows(conv, x, has_bias=True), output_rows(conv, g)), 4)
     patches = F.pad(F.unfold(x, 3, padding=1).mT, (0, 1), value=1.0)
     omega = torch.einsum("nti,ntj->ij", patches, patches) / 4
     gradients = 4 * g.flatten(2)
@@ -117,13 +114,12 @@ def test_a_convolution_is_the_linear_layer_on_its_patches():
 
 def factors_at_random():
     a, g = drawn(9, 1, 4, seed=1), drawn(9, 1, 3, seed=2)
-    return factors_of(sums_of(a, g), 9), a, g
+    return factors_of(Sums.of(a, g), 9), a, g
 
 
 def decomposed(factors, damping):
     """Return the block of a layer after its first estimate."""
-    blocks = {"weight": FisherBlock(0, *factors, *factors)}
-    return renewed(blocks, [("weight", FactorEstimate(factors))], 0.9, damping, is_due=True)["weight"]
+    return inverted(renewed({}, factors, 0.9), damping)
 
 
 def test_the_damping_is_split_by_pi():
@@ -142,7 +138,7 @@ def test_preconditioning_is_the_inverse_of_the_damped_product():
     shares = split_damping(factors, 0.1)
     damped = Factors(*(f + s * torch.eye(len(f), dtype=F64) for f, s in zip(factors, shares, strict=True)))
     expected = torch.linalg.solve(block(damped), gradient.flatten()).reshape(3, 4)
-    (got,) = decomposed(factors, 0.1).direction(gradient, 0.1)
+    got = direction_of(decomposed(factors, 0.1), gradient, 0.1)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -163,7 +159,7 @@ def test_corrected_eigenvalues_are_never_worse(positions, seed):
     g = g * (1 + a[..., :1] ** 2)  # gradients that depend on inputs
     gradients = (g.mT @ a).flatten(1) * 9
     fisher = gradients.T @ gradients / 9
-    factors = factors_of(sums_of(a, g), 9)
+    factors = factors_of(Sums.of(a, g), 9)
     basis = eigenvectors_of(factors)
     scaling = 9 * scaling_of(a, g, basis, max_elements=30)
     vectors = torch.kron(basis[1], basis[0])
@@ -177,48 +173,33 @@ def test_corrected_eigenvalues_are_never_worse(positions, seed):
     assert error < (nudged - fisher).norm()
 
 
-def after(block, estimate, decay, damping, *, is_due):
-    return renewed({"layer": block}, [("layer", estimate)], decay, damping, is_due=is_due)["layer"]
-
-
 def test_a_block_in_a_basis_is_the_damped_inverse():
     factors, a, g = factors_at_random()
-    new = FactorEstimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
-    empty = EigenBlock(0, *factors * 2)
     vectors = torch.kron(*reversed(eigenvectors_of(factors)))
     scaling, gradient = 9 * scaling_of(a, g, eigenvectors_of(factors)), drawn(3, 4, seed=3)
     dense = vectors @ torch.diag(scaling.flatten() + 0.1) @ vectors.T
     expected = torch.linalg.solve(dense, gradient.flatten()).reshape(3, 4)
-    (got,) = after(empty, new, 0.9, 0.0, is_due=True).direction(gradient, 0.1)
+    block = diagonalized(
+        renewed({}, factors, 0.9), lambda basis: 9 * scaling_of(a, g, basis), 0.9, is_due=True
+    )
+    got = direction_of(block, gradient, 0.1)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", [FisherBlock, EigenBlock])
-def test_the_direction_of_a_bias_is_the_last_column(kind):
-    factors, a, g = factors_at_random()
-    new = FactorEstimate(factors, lambda basis: scaling_of(a, g, basis))
-    block = after(kind(0, *factors * 2), new, 0.9, 0.1, is_due=True)
-    gradient = drawn(3, 4, seed=3)
-    (whole,), parts = (block.direction(gradient, 0.1, has_bias=has_bias) for has_bias in (False, True))
-    assert [part.shape for part in parts] == [(3, 3), (3,)]
-    assert all(part.is_contiguous() for part in parts)
-    torch.testing.assert_close(torch.column_stack(parts), whole, rtol=1e-12, atol=1e-14)
 
 
 def test_between_two_bases_factors_and_their_eigenvalues_are_averaged():
     factors, a, g = factors_at_random()
-    twice = FactorEstimate(
-        Factors(*(2 * factor for factor in factors)), lambda basis: 18 * scaling_of(a, g, basis)
-    )
-    once = FactorEstimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
-    first = after(EigenBlock(0, *factors * 2), once, 0.6, 0.0, is_due=False)
-    second = after(first, twice, 0.6, 0.0, is_due=False)
-    assert second.input_basis is first.input_basis
-    assert second.updates == 2
-    for one, other in zip(first[1:3] + first[5:], second[1:3] + second[5:], strict=True):
-        torch.testing.assert_close(other, 1.5 * one, rtol=1e-12, atol=0)
-    third = after(second, once, 0.6, 0.0, is_due=True)
-    torch.testing.assert_close(third.inputs, (0.6 * 1.5 + 0.4) * factors.inputs, rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        third.scaling, first.scaling, rtol=1e-10, atol=1e-14
-    )  # not averaged in a new basis
+
+    def after(block, scale, *, is_due):
+        block = renewed(block, Factors(*(scale * factor for factor in factors)), 0.6)
+        return diagonalized(block, lambda basis: 9 * scale * scaling_of(a, g, basis), 0.6, is_due=is_due)
+
+    first = after({}, 1, is_due=True)
+    second = after(first, 2, is_due=False)
+    assert second["input_basis"] is first["input_basis"]
+    assert second["updates"] == 2
+    for name in ("inputs", "outputs", "scaling"):
+        torch.testing.assert_close(second[name], 1.5 * first[name], rtol=1e-12, atol=0)
+    third = after(second, 1, is_due=True)
+    torch.testing.assert_close(third["inputs"], (0.6 * 1.5 + 0.4) * factors.inputs, rtol=1e-12, atol=0)
+    # not averaged in a new basis
+    torch.testing.assert_close(third["scaling"], first["scaling"], rtol=1e-10, atol=1e-14)

@@ -1,0 +1,194 @@
+r"""Kronecker factors of a layer's Fisher matrix, and gradients multiplied with its inverse.
+
+The weights of a layer are a matrix ``[outputs, inputs]``, a bias its last column. With :math:`a` the inputs and
+:math:`g` the gradients of the outputs of an example, the gradient is :math:`g a^\top`, and the Fisher matrix is taken
+to be :math:`\mathbb{E}[a a^\top] \otimes \mathbb{E}[g g^\top]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.core._torch import linalg
+
+
+class Factors(NamedTuple):
+    """The two factors of a block of the Fisher matrix, or what is made of each."""
+
+    inputs: Tensor  # A, [inputs, inputs]
+    outputs: Tensor  # G, [outputs, outputs]
+
+
+class Sums(NamedTuple):
+    """Sums over the rows of some examples, from which factors are made; those of two batches add up."""
+
+    inputs: Tensor  # of a a^T, [inputs, inputs]
+    outputs: Tensor  # of g g^T, [outputs, outputs]
+    num_examples: int
+    num_rows: int  # examples times positions
+
+    @classmethod
+    def of(cls, inputs: Tensor, gradients: Tensor) -> Sums:
+        """Sum over the rows ``[examples, positions, size]`` of inputs and output gradients."""
+        a, g = inputs.flatten(0, 1), gradients.flatten(0, 1)
+        return cls(a.mT @ a, g.mT @ g, len(inputs), len(a))
+
+    def plus(self, other: Sums) -> Sums:
+        """Add the sums over two batches."""
+        return Sums(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[reportOperatorIssue]
+
+
+def factors_of(sums: Sums, weight: float) -> Factors:
+    r"""Return the factors of a layer.
+
+    .. math:: A = \frac{1}{N} \sum_{n, t} a_{n t} a_{n t}^\top, \qquad
+              G = \frac{w}{T} \sum_{n, t} g_{n t} g_{n t}^\top
+
+    over N examples and T positions, of which a linear layer on vectors has one.
+
+    Args:
+        sums: Over all examples of a step.
+        weight: The factor :math:`w`: N for the gradients of a mean over examples, which have a factor :math:`1 / N`
+            each, so that :math:`w \sum_n g_n g_n^\top` is an average over examples; 1 for those of a sum.
+
+    Example:
+        >>> from metagrad.optim.second_order.factors import Sums, factors_of
+        >>> sums = Sums.of(torch.tensor([[[2.0]], [[4.0]]]), torch.tensor([[[0.5]], [[0.5]]]))
+        >>> [float(factor) for factor in factors_of(sums, sums.num_examples)]
+        [10.0, 1.0]
+
+    References:
+        Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015,
+        section 3; Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML
+        2016, theorem 1.
+    """
+    num_positions = sums.num_rows / sums.num_examples
+    return Factors(sums.inputs / sums.num_examples, sums.outputs * (weight / num_positions))
+
+
+def split_damping(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
+    r"""Split a damping into what is added to the eigenvalues of each factor.
+
+    .. math:: \pi \sqrt{\gamma}, \quad \sqrt{\gamma} / \pi, \qquad
+              \pi = \sqrt{\frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G}}
+
+    which makes the smallest error under a trace norm. If a factor is zero, the ratio is 1.
+
+    Example:
+        >>> from metagrad.optim.second_order.factors import Factors, split_damping
+        >>> split_damping(Factors(4 * torch.eye(3), torch.eye(2)), 0.01)
+        (tensor(0.2000), tensor(0.0500))
+
+    References:
+        Martens, Grosse, ICML 2015, section 6.3.
+    """
+    means = [factor.diagonal().mean() for factor in factors]
+    is_zero = (means[0] <= 0) | (means[1] <= 0)
+    ratio = torch.where(is_zero, 1, means[0] / torch.where(is_zero, 1, means[1])).sqrt()
+    return ratio * damping**0.5, damping**0.5 / ratio
+
+
+def scaling_of(inputs: Tensor, gradients: Tensor, basis: Factors, max_elements: int = 2**22) -> Tensor:
+    r"""Sum the squares of the examples' gradients in a basis.
+
+    .. math:: S = \sum_n \bigl(Q_G^\top \nabla W_n \, Q_A\bigr)^2, \qquad \nabla W_n = \sum_t g_{n t} a_{n t}^\top
+
+    which is the diagonal of :math:`\sum_n \operatorname{vec}(\nabla W_n) \operatorname{vec}(\nabla W_n)^\top` in that
+    basis, and of all diagonals the nearest to it in Frobenius norm.
+
+    Args:
+        inputs: Rows ``[examples, positions, inputs]``.
+        gradients: Rows ``[examples, positions, outputs]``.
+        basis: The eigenvectors of both factors, as columns.
+        max_elements: How many elements of the examples' gradients are held at a time.
+
+    Returns:
+        ``[outputs, inputs]``.
+
+    References:
+        George, Laurent, Bouthillier, Ballas, Vincent, "Fast approximate natural gradient descent in a
+        Kronecker-factored eigenbasis", NeurIPS 2018, section 3.
+    """
+    a, g = inputs @ basis.inputs, gradients @ basis.outputs
+    if a.shape[1] == 1:
+        return g.squeeze(1).square().mT @ a.squeeze(1).square()
+    size = max(1, max_elements // (a.shape[-1] * g.shape[-1]))
+    chunks = zip(a.split(size), g.split(size), strict=True)
+    return torch.stack([(some_g.mT @ some_a).square().sum(0) for some_a, some_g in chunks]).sum(0)
+
+
+Block = Mapping[str, Any]
+"""What is kept of a layer: ``inputs`` and ``outputs``, running averages of as many estimates as ``updates`` says.
+
+Also the ``input_inverse`` and ``output_inverse`` of the damped factors; or their eigenvectors ``input_basis`` and
+``output_basis`` with ``scaling``, the second moments of gradients in that basis.
+"""
+
+
+def renewed(block: Block, new: Factors, decay: float) -> dict[str, Any]:
+    r"""Return a block with running averages of the factors.
+
+    .. math:: A_k = \epsilon_k A_{k-1} + (1 - \epsilon_k) A, \qquad \epsilon_k = \min(1 - 1 / k, \beta)
+
+    References:
+        Martens, Grosse, ICML 2015, section 5.
+    """
+    count = block.get("updates", 0) + 1
+    kept = min(1 - 1 / count, decay)
+    inputs, outputs = (
+        torch.lerp(each, block[name], kept) if name in block else each
+        for name, each in zip(new._fields, new, strict=True)
+    )
+    return {**block, "updates": count, "inputs": inputs, "outputs": outputs}
+
+
+def inverted(block: Block, damping: float) -> dict[str, Any]:
+    """Return a block with the inverses of its damped factors.
+
+    Raises:
+        torch.linalg.LinAlgError: A factor is singular: the damping is zero, or below its rounding errors.
+    """
+    factors, found = Factors(block["inputs"], block["outputs"]), []
+    for factor, share in zip(factors, split_damping(factors, damping), strict=True):
+        damped = factor + share.to(factor) * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+        found.append(torch.cholesky_inverse(linalg.cholesky(damped)))
+    return {**block, "input_inverse": found[0], "output_inverse": found[1]}
+
+
+def diagonalized(
+    block: Block, squares: Callable[[Factors], Tensor], decay: float, *, is_due: bool
+) -> dict[str, Any]:
+    """Return a block with second moments of gradients in the basis of eigenvectors, which is renewed if that is due.
+
+    Args:
+        block: The block.
+        squares: A basis to the second moments in it.
+        decay: How much of them is kept in the basis of before.
+        is_due: Whether the basis is renewed.
+    """
+    if is_due:
+        basis = Factors(*(linalg.eigh(block[name])[1] for name in Factors._fields))
+        scaling = squares(basis)
+    else:
+        basis = Factors(block["input_basis"], block["output_basis"])
+        kept = min(1 - 1 / block["updates"], decay)
+        scaling = torch.lerp(squares(basis), block["scaling"], kept)
+    return {**block, "input_basis": basis.inputs, "output_basis": basis.outputs, "scaling": scaling}
+
+
+def direction_of(block: Block, gradient: Tensor, damping: float) -> Tensor:
+    r"""Multiply a gradient ``[outputs, inputs]`` with the inverse of a block.
+
+    .. math:: D = G^{-1} \, \nabla W \, A^{-1} \qquad \text{or} \qquad
+              D = Q_G \, \frac{Q_G^\top \, \nabla W \, Q_A}{S + \gamma} \, Q_A^\top
+
+    The inverses of the factors are damped already.
+    """
+    if "scaling" not in block:
+        return block["output_inverse"] @ gradient @ block["input_inverse"]
+    turned = block["output_basis"].mT @ gradient @ block["input_basis"]
+    return block["output_basis"] @ (turned / (block["scaling"] + damping)) @ block["input_basis"].mT

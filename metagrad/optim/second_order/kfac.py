@@ -1,0 +1,472 @@
+"""K-FAC: natural gradients, with the Fisher matrix of a layer taken as a Kronecker product."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from metagrad.core._torch import averaging_wrapper
+from metagrad.core.checks import check_choice
+from metagrad.core.tree import widened
+from metagrad.optim.hyperparameters import check_count
+from metagrad.optim.rule import Params
+from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, WeightedLoss, options_of
+from metagrad.optim.second_order.factors import (
+    Factors,
+    Sums,
+    diagonalized,
+    direction_of,
+    factors_of,
+    inverted,
+    renewed,
+    scaling_of,
+)
+from metagrad.optim.second_order.layers import Layer, joined, known_layers, layer_rows, without_base
+from metagrad.optim.second_order.probes import generators_of
+from metagrad.optim.torch_optim.optimizer import Group, as_number
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+class ObservedCall:
+    """One call of a layer.
+
+    Attributes:
+        inputs: The input of the layer.
+        gradient: That of the output, summed over backward passes; None before the first.
+        open_before: The earlier calls of the layer that had no gradient yet when this one was made.
+    """
+
+    def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[ObservedCall]) -> None:
+        self.inputs = inputs
+        self.gradient: Tensor | None = None
+        self.open_before = open_before
+
+    def overlaps(self, other: ObservedCall) -> bool:
+        """Return whether both calls were made before either had a gradient."""
+        return self in other.open_before or other in self.open_before
+
+
+class LayerHook:
+    """A forward hook that reports a layer's calls to an optimizer, as long as that exists.
+
+    A copied hook, as of a model that is copied or pickled, is inert: a copy of the optimizer sets its own hooks.
+    """
+
+    def __init__(self, optimizer: KFAC | None = None, name: str = "") -> None:
+        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[LayerHook], tuple[()]]:
+        return LayerHook, ()
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
+        """Note a call whose gradient is wanted."""
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is None or not torch.is_grad_enabled() or not output.requires_grad:
+            return None
+        if averaging_wrapper() is not None:
+            raise ValueError(
+                "KFAC(model): DistributedDataParallel averages the gradients, and the factors would be those of this "
+                "process, so that parameters would drift apart. Use an optimizer that takes gradients alone."
+            )
+        call = optimizer._called(self.name, args[0] if args else kwargs["input"])
+        if call is None:
+            return None
+        output = without_base(output)
+        # The graph holds the call, and the call holds nothing of the graph.
+        output.register_hook(_Noting(self.optimizer, self.name, call))
+        return output
+
+
+class _Noting:
+    def __init__(self, optimizer: weakref.ref[KFAC] | None, name: str, call: ObservedCall) -> None:
+        self.optimizer, self.name, self.call = optimizer, name, call
+
+    def __call__(self, gradient: Tensor) -> None:
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is not None:
+            optimizer._returned(self.name, self.call, gradient.detach())
+
+
+class KFAC(CurvatureOptimizer):
+    r"""Optimize by K-FAC: natural gradients, with the Fisher matrix of a layer taken as a Kronecker product.
+
+    .. math::
+        A_k &= \epsilon_k A_{k-1} + (1 - \epsilon_k) \, \mathbb{E}[a a^\top], \qquad
+        G_k = \epsilon_k G_{k-1} + (1 - \epsilon_k) \, \mathbb{E}[g g^\top], \qquad
+        \epsilon_k = \min(1 - 1/k, \beta) \\
+        D &= \Bigl(G + \frac{\sqrt{\gamma}}{\pi} I\Bigr)^{-1} \nabla W \, \bigl(A + \pi \sqrt{\gamma} I\bigr)^{-1},
+        \qquad \pi^2 = \frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G} \\
+        V &\leftarrow \nu (\mu V + D) + \lambda W, \qquad W \leftarrow W - \eta V, \qquad
+        \nu = \min\bigl(1, \sqrt{\kappa / (\eta^2 D^\top \nabla)}\bigr)
+
+    with :math:`a` the inputs of a layer, a 1 for its bias among them, and :math:`g` the gradients of its outputs,
+    seen by hooks. It knows ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, whose patches are inputs at
+    several positions. The parameters of other modules are moved along the plain gradient, no further than ``kl_clip``
+    allows, with one warning that names them. Grouped convolutions, and layers that are shared or called twice in one
+    backward pass, raise an error that names them, and so do sparse gradients.
+
+    With ``fisher="empirical"`` any loop works: ``loss.backward()`` and ``opt.step()``, or a closure. With
+    ``"sampled"`` the labels are drawn from what the model predicts, which is the Fisher matrix proper and costs one
+    backward pass more; the loss is then computed in the closure, or within ``with opt.recording():``, by one of
+    torch's losses, as for :class:`~metagrad.optim.SophiaG`.
+
+    With ``fisher="empirical"``, the default, the step is near to Newton's only where the model fits its data well in
+    the sense of likelihood: the squares of the gradients stand for the curvature. On a regression by squared errors
+    they grow with the residuals, as the Hessian does not, so that steps are short where the fit is bad and long where
+    it is good. There ``"sampled"`` is the Fisher matrix, which is the Gauss-Newton matrix.
+
+    At a step with an estimate, the patches of a convolution are laid out, which takes the memory of its input times
+    the size of its kernel. A step costs two products of matrices for each layer, of the sizes of its factors: little
+    where batches are large or convolutions have many positions, and as much as a gradient where a layer is wider than
+    three batches.
+
+    What does not work: ``torch.compile`` of the model, and gradients that are averaged over processes. Recurrent use
+    of a layer raises.
+
+    Args:
+        model: Whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the optimizer is
+            gone.
+        lr: The step size :math:`\eta`.
+        momentum: How much of the last steps is kept, :math:`\mu`.
+        damping: What is added to the Fisher matrix, :math:`\gamma`; above 0, since the factors of few examples are
+            singular.
+        weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
+        decay: How much of the running averages is kept, :math:`\beta`, below 1; of the first, ``1 - 1 / k`` if that
+            is less.
+        curvature_every: Steps from one estimate of the factors to the next; the first step makes one.
+        inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
+        kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over all parameters of a group, :math:`\kappa`. A
+            longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which would carry steps
+            beyond the limit. None: no limit.
+        fisher: Of what labels: ``"empirical"``, those of the data, or ``"sampled"``, drawn from the model, for losses
+            of known form.
+        loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
+            ``"empirical"``.
+        eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC);
+            ``damping`` is then added to these.
+        maximize: Climb: take the gradient with the other sign.
+        nonfinite: If the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorized,
+            parameters and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and
+            counted in ``opt.stats``.
+        params: Groups of the model's parameters, with hyper-parameters of their own; those left out stay. A layer
+            follows the group of its weight; a bias in another group moves along the plain gradient.
+        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
+            ``torch.initial_seed()``.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range; a layer is grouped or shared.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        >>> from metagrad.optim import KFAC
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> opt = KFAC(model, lr=0.1)
+        >>> loss = torch.nn.functional.mse_loss(model(torch.eye(2)), torch.tensor([[3.0], [7.0]]))
+        >>> loss.backward()
+        >>> opt.step()
+
+    References:
+        Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015;
+        Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML 2016; George et
+        al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis", NeurIPS 2018; Ba, Grosse,
+        Martens, "Distributed second-order optimization using Kronecker-factored approximations", ICLR 2017, for
+        ``kl_clip``; Kunstner, Balles, Hennig, "Limitations of the empirical Fisher approximation for natural gradient
+        descent", NeurIPS 2019, for what ``"empirical"`` is not.
+    """
+
+    counts = ("curvature_every", "inverse_every")
+    notes_losses = True
+    differentiates_twice = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 0.1,
+        *,
+        momentum: float | Tensor = 0.9,
+        damping: float | Tensor = 1e-2,
+        weight_decay: float | Tensor = 0.0,
+        decay: float | Tensor = 0.95,
+        curvature_every: int = 10,
+        inverse_every: int = 10,
+        kl_clip: float | Tensor | None = 1e-3,
+        fisher: Literal["empirical", "sampled"] = "empirical",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        eigen: bool = False,
+        maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        params: Sequence[dict[str, Any]] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        defaults = options_of(locals())
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"KFAC(model): model must be the nn.Module whose layers are observed, got {type(model).__name__}. "
+                "Pass the model itself; params= takes groups of its parameters."
+            )
+        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        layers = known_layers("KFAC(model)", model).values()
+        self._layers: dict[str, Layer] = {self._names[layer.weight]: layer for layer in layers}
+        self._handles: list[RemovableHandle] = []
+        self._initialize(model.named_parameters() if params is None else params, defaults)
+        self._set_hooks()
+
+    def close(self) -> None:
+        """Remove the hooks from the model; the factors stay as they are."""
+        _remove(self._handles)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_names": self._names, "_layers": self._layers, "_handles": self._handles}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._handles:
+            _remove(self._handles)  # the inert ones of the copied model
+            self._set_hooks()
+
+    def _set_hooks(self) -> None:
+        self._handles.extend(
+            layer.register_forward_hook(LayerHook(self, name), with_kwargs=True)
+            for name, layer in self._layers.items()
+        )
+        weakref.finalize(self, _remove, self._handles)
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        for key, p in self._named(index).items():
+            self._names.setdefault(p, key)
+        group, call = self.param_groups[index], "KFAC(params)"
+        check_choice(f"{call}: fisher", group["fisher"], ("empirical", "sampled"))
+        check_choice(f"{call}: loss_reduction", group["loss_reduction"], ("mean", "sum"))
+        check_count(call, "curvature_every", group["curvature_every"])
+        if group["inverse_every"] % group["curvature_every"]:
+            raise ValueError(
+                f"{call}: inverse_every must be a multiple of curvature_every, got {group['inverse_every']} and "
+                f"{group['curvature_every']}."
+            )
+        if group["fisher"] != self.param_groups[0]["fisher"]:
+            raise ValueError("KFAC(model): fisher must be the same in all groups.")
+
+    # What the hooks see
+
+    def _called(self, name: str, inputs: Tensor) -> ObservedCall | None:
+        """Record a layer's call, if its gradient is needed."""
+        weight = self._layers[name].weight
+        group = self._group_of(weight)
+        if group is None or not inputs.numel():  # no examples have no mean
+            return None
+        if group["step"] % group["curvature_every"] and not self._lacks_factors(name):
+            return None
+        if weight.grad is None:  # what there is belongs to a gradient that was dropped
+            self._calls.pop(name, None)
+            self._sums.pop(name, None)
+        if not group["eigen"]:
+            self._reduce(name)  # a micro-batch before: what is left of it are sums
+            self._calls.pop(name, None)
+        waiting = self._waiting.setdefault(name, weakref.WeakSet())
+        call = ObservedCall(inputs.detach(), weakref.WeakSet(waiting))
+        waiting.add(call)
+        return call
+
+    def _returned(self, name: str, call: ObservedCall, gradient: Tensor) -> None:
+        """Take the gradient of what a call returned."""
+        if not (self._draws or self.param_groups[0]["fisher"] == "empirical"):
+            return
+        if call.gradient is not None:
+            call.gradient = call.gradient + gradient
+            return
+        calls = self._calls.setdefault(name, [])
+        if any(call.overlaps(other) for other in calls):
+            raise ValueError(
+                f"KFAC: the layer of {name!r} was called twice in one backward pass, and the factors of shared "
+                "layers are not known. Use a layer of its own for each call, call backward() for each micro-batch, "
+                "or use another optimizer."
+            )
+        call.gradient = gradient
+        calls.append(call)
+        self._waiting[name].discard(call)
+
+    def _reduce(self, name: str) -> None:
+        for rows in self._rows(name):
+            sums = Sums.of(*rows)
+            self._sums[name] = self._sums[name].plus(sums) if name in self._sums else sums
+
+    def _rows(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        layer = self._layers[name]
+        for call in self._calls.get(name, []):
+            assert call.gradient is not None
+            yield layer_rows(layer, call.inputs, call.gradient, has_bias=self._bias_of(layer) is not None)
+
+    def _bias_of(self, layer: Layer) -> Tensor | None:
+        """Return the bias of a layer if it is trained in the group of the weight, as that of one more input."""
+        bias = layer.bias
+        if bias is None or not bias.requires_grad or self._group_of(bias) is not self._group_of(layer.weight):
+            return None
+        return bias
+
+    def _group_of(self, param: Tensor) -> Group | None:
+        return next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
+
+    def _lacks_factors(self, name: str) -> bool:
+        """Return whether there are none yet, or none of these inputs: the bias may have been frozen meanwhile."""
+        layer = self._layers[name]
+        num_inputs = layer.weight[0].numel() + (self._bias_of(layer) is not None)
+        known = self.state.get(layer.weight, {}).get("inputs")
+        return known is None or len(known) != num_inputs
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._waiting: dict[str, weakref.WeakSet[ObservedCall]] = {}
+        self._calls: dict[str, list[ObservedCall]] = {}
+        self._sums: dict[str, Sums] = {}
+        self._draws = False
+
+    def _is_curvature_due(self) -> bool:
+        if self.param_groups[0]["fisher"] != "sampled":
+            return False
+        weights = {name: layer.weight for name, layer in self._layers.items()}
+        trained = (name for name, w in weights.items() if w.requires_grad and self._group_of(w) is not None)
+        return super()._is_curvature_due() or any(map(self._lacks_factors, trained))
+
+    def _observe(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None,
+        grads: Mapping[Tensor, Tensor],
+        losses: Sequence[WeightedLoss],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        """Draw labels, and send the gradients of their losses to the outputs of the layers, where hooks see them."""
+        first = self.param_groups[0]
+        generator = generators_of(first["seed"], first["step"])
+        weights = [layer.weight for layer in self._layers.values() if layer.weight in grads]
+        if not weights:
+            return
+        self._draws = True
+        try:
+            for index, (known, weight) in enumerate(losses):
+                score = (weight.abs().sqrt() * known.score(generator(known.output.device))).detach()
+                keep = retain_graph or index + 1 < len(losses)
+                torch.autograd.grad(known.output, weights, score, retain_graph=keep, allow_unused=True)
+        finally:
+            self._draws = False
+
+    # Steps
+
+    def _move(self) -> None:
+        """Move every parameter that has a gradient; or none, if anything is not finite."""
+        self._refuse_averaged()
+        if hasattr(self, "found_inf") and not self._unscaled():
+            return
+        params: Params = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    params[self._names[p]] = p
+                    if p.grad.layout != torch.strided or isinstance(p.grad, RowSparse):
+                        self._check_rows(group, self._names[p])
+        seen: list[Any] = [] if hasattr(self, "found_inf") else [("the loss", loss) for loss in self._losses]
+        seen += [(f"the gradient of {name!r}", p.grad) for name, p in params.items()]
+        for name in self._calls:
+            self._reduce(name)
+        for name, sums in self._sums.items():
+            seen += [(f"the factors of {name!r}", sums.inputs), (f"the factors of {name!r}", sums.outputs)]
+        if not self._are_finite(seen):
+            return
+        found = self._factorised(lambda: [self._directions(group, params) for group in self.param_groups])
+        if found is None:
+            return
+        directions = {f"the direction of {name!r}": d for own, _, _ in found for name, d in own.items()}
+        if self._are_finite(list(directions.items())):
+            for group, (own, length, blocks) in zip(self.param_groups, found, strict=True):
+                for name, block in blocks.items():
+                    self.state[params[name]].update(block)
+                self._write(group, {params[name]: direction for name, direction in own.items()}, length)
+
+    def _directions(self, group: Group, params: Params) -> tuple[Params, float | Tensor, dict[str, Any]]:
+        """Return the directions of a group, how much of them is taken, and the blocks of layers that are new."""
+        own = {name: params[name] for name in map(self._names.__getitem__, group["params"]) if name in params}
+        damping, decay = as_number(group["damping"]), as_number(group["decay"])
+        directions, blocks = {name: widened(p.grad) for name, p in own.items()}, {}
+        change = 0.0
+        for name, p in own.items():
+            if name not in self._layers:
+                continue
+            bias = self._bias_of(self._layers[name])
+            block = self.state.get(p, {})
+            if name in self._sums:
+                block = blocks[name] = self._block(group, name, block, damping, decay)
+            if "updates" not in block:
+                raise RuntimeError(
+                    f"KFAC.step: {name!r} has a gradient, but no curvature: the call of its layer was not seen, or "
+                    "no labels were drawn. The forward pass must run after KFAC(model) was made, by calling the "
+                    'layer. With fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
+                )
+            column = None if bias is None else torch.zeros_like(bias) if bias.grad is None else bias.grad
+            gradient = joined(directions[name], None if column is None else widened(column))
+            direction = direction_of(block, gradient.to(block["inputs"].dtype), damping)
+            weight = direction if bias is None else direction[:, :-1]
+            directions[name] = weight.reshape(p.shape).contiguous()
+            if bias is not None and bias.grad is not None:
+                directions[self._names[bias]] = direction[:, -1].contiguous()
+        length: float | Tensor = 1.0
+        if group["kl_clip"] is not None and directions:
+            pairs = [(directions[name], widened(p.grad)) for name, p in own.items()]
+            changes = [torch.linalg.vecdot(d.flatten(), g.to(d.dtype).flatten()) for d, g in pairs]
+            change = as_number(group["lr"]) ** 2 * torch.stack([c.to(changes[0]) for c in changes]).sum()
+            # The root is not taken where nothing changes, or nothing is too long.
+            clip = as_number(group["kl_clip"])
+            is_long = change > clip
+            length = torch.where(is_long, (clip / torch.where(is_long, change, 1)).sqrt(), 1)
+        return directions, length, blocks
+
+    def _block(
+        self, group: Group, name: str, block: Mapping[str, Any], damping: float, decay: float
+    ) -> dict[str, Any]:
+        """Return the block of a layer after the estimate from the calls since the last step."""
+        sums = self._sums[name]
+        is_sampled, scale = group["fisher"] == "sampled", self._inverse_scale()
+        # The gradients of a mean over N examples have a factor 1 / N each; drawn ones its root.
+        weight = scale * (1 if is_sampled else scale)
+        weight *= sums.num_examples if group["loss_reduction"] == "mean" and not is_sampled else 1
+        if self._lacks_factors(name):
+            block = {}
+        is_due = not block or group["step"] % group["inverse_every"] == 0
+        block = renewed(block, factors_of(sums, weight), decay)
+        if not group["eigen"]:
+            return inverted(block, damping) if is_due else block
+
+        def squares(basis: Factors) -> Tensor:
+            return weight * torch.stack([scaling_of(*rows, basis) for rows in self._rows(name)]).sum(0)
+
+        return diagonalized(block, squares, decay, is_due=is_due)
+
+    def _write(self, group: Group, directions: Mapping[Tensor, Tensor], length: float | Tensor) -> None:
+        """Move parameters along their directions, with momentum."""
+        lr, momentum, decay = map(as_number, (group[n] for n in ("lr", "momentum", "weight_decay")))
+        for p, direction in directions.items():
+            state, change = self.state[p], -direction if group["maximize"] else direction
+            if momentum:
+                change = change + momentum * state["momentum"] if "momentum" in state else change
+            change = change * length + decay * widened(p)
+            if momentum:
+                state["momentum"] = change
+            state["step"] = state.get("step", 0) + 1
+            p.copy_(widened(p) - lr * change)
+        group["step"] += 1
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
