@@ -374,7 +374,7 @@ class KFAC(CurvatureOptimizer):
                 if p.grad is not None and p.numel():
                     params[self._names[p]] = p
                     if p.grad.layout != torch.strided or isinstance(p.grad, RowSparse):
-                        self._check_rows(group, self._names[p])
+                        raise self._without_rows(self._names[p])
         seen: list[Any] = [] if hasattr(self, "found_inf") else [("the loss", loss) for loss in self._losses]
         seen += [(f"the gradient of {name!r}", p.grad) for name, p in params.items()]
         for name in self._calls:
