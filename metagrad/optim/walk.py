@@ -40,15 +40,6 @@ def with_hyperparameters(value: T, change: Callable[[Tensor], Tensor]) -> T:
     return value
 
 
-def is_constant(value: object) -> bool:
-    """Say whether a rule is what its fields hold, and none of these can be written into: no dict, list or object."""
-    if isinstance(value, (*_PLAIN, Tensor)):
-        return True
-    if isinstance(value, tuple) or (_is_rule(value) and value.__dataclass_params__.frozen):  # type: ignore[attr-defined]
-        return all(is_constant(item) for _, item in _items(value))
-    return False
-
-
 def _items(value: object) -> Iterator[tuple[object, Any]]:
     if _is_rule(value):
         fields = (field.name for field in dataclasses.fields(value) if field.init)  # type: ignore[arg-type]
