@@ -6,12 +6,10 @@ Random numbers of torch, NumPy and Python; autocast; and the flags of torch that
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import random
-import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,117 +19,65 @@ from torch.overrides import TorchFunctionMode
 from metagrad.core import _torch
 
 
-def _equal_in_python(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Compare two states of ``random``: 624 words, all of which change together, and a position."""
-    if first is second:
-        return True
-    return all(first[1][i] == second[1][i] for i in (-1, 0, 1, -2)) and first[2] == second[2]
+def _is_same(first: Any, second: Any) -> bool:
+    """Compare two states of one generator."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, np.ndarray):
+        return np.array_equal(first, second)
+    if isinstance(first, dict):
+        return all(_is_same(value, second[key]) for key, value in first.items())
+    return bool(first == second)
 
 
 class _Generator(NamedTuple):
-    """A global random generator, and the library it belongs to."""
+    """A random generator, and the library it belongs to."""
 
     library: str
     get: Callable[[], Any]
     set: Callable[[Any], object]
-    equal: Callable[[Any, Any], bool]
-
-
-class _Watched:
-    """A state that is copied only if the memory it is in has changed: a copy takes many microseconds.
-
-    Args:
-        memory: Returns that memory, or nothing where it is not known.
-        copy: Returns the state.
-    """
-
-    def __init__(self, memory: Callable[[], tuple[Any, ...]], copy: Callable[[], Any]) -> None:
-        self._memory, self._copy = memory, copy
-        self._seen: tuple[Any, ...] = ()
-        self._state: Any = None
-
-    def get(self) -> Any:
-        """Return the state."""
-        memory = self._memory()
-        if not memory or memory != self._seen:
-            self._state, self._seen = self._copy(), memory
-        return self._state
-
-
-def _memory_of_numpy() -> tuple[Any, ...]:
-    """Return the memory of NumPy's generator, if it is the usual one: 624 words and a position.
-
-    A normal number that was drawn along with another and is still to be handed out is not in it, so that the state is
-    copied where the last copy had one.
-    """
-    address = _address(np.random.get_bit_generator())  # type: ignore[reportAttributeAccessIssue]
-    if not address or (_numpy_state._state or {}).get("has_gauss"):
-        return ()
-    return (ctypes.string_at(address, 625 * 4),)
-
-
-def _memory_of_python() -> tuple[Any, ...]:
-    """Return the memory of Python's generator, an object of CPython, and the number still to be handed out."""
-    generator: Any = random.getstate.__self__
-    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
-        return ()
-    start = object.__basicsize__
-    size = random.Random.mro()[1].__basicsize__ - start
-    return ctypes.string_at(id(generator) + start, size), vars(generator)["gauss_next"]
-
-
-@functools.lru_cache(maxsize=1)
-def _address(generator: np.random.BitGenerator) -> int:
-    return generator.ctypes.state_address if isinstance(generator, np.random.MT19937) else 0
-
-
-def _comparable(state: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a state of NumPy's in a form that can be compared."""
-    inner = {
-        key: value.tobytes() if isinstance(value, np.ndarray) else value
-        for key, value in state["state"].items()
-    }
-    return inner, state.get("has_gauss"), state.get("gauss")
-
-
-_numpy_state = _Watched(_memory_of_numpy, lambda: np.random.get_state(legacy=False))
-_python_state = _Watched(_memory_of_python, random.getstate)
-
-
-def _equal_in_numpy(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    return first is second or _comparable(first) == _comparable(second)
 
 
 _HOST = [
-    _Generator("torch", torch.get_rng_state, torch.set_rng_state, torch.equal),
-    _Generator("random", _python_state.get, random.setstate, _equal_in_python),
-    _Generator("numpy.random", _numpy_state.get, np.random.set_state, _equal_in_numpy),
+    _Generator("torch", torch.get_rng_state, torch.set_rng_state),
+    _Generator("random", random.getstate, random.setstate),
+    _Generator("numpy.random", lambda: np.random.get_state(legacy=False), np.random.set_state),
 ]
 
 
-def _generators() -> Iterator[_Generator]:
+def _generators(others: Iterable[torch.Generator]) -> Iterator[_Generator]:
     yield from _HOST
     if torch.cuda.is_initialized():
         for i in range(torch.cuda.device_count()):
             get = functools.partial(torch.cuda.get_rng_state, i)
-            yield _Generator("torch", get, functools.partial(torch.cuda.set_rng_state, device=i), torch.equal)
+            yield _Generator("torch", get, functools.partial(torch.cuda.set_rng_state, device=i))
+    for generator in others:
+        yield _Generator("torch", generator.get_state, generator.set_state)
 
 
 class RandomState:
     """The state of random generators, kept only if a call draws from them.
 
-    These are the global generators of torch, NumPy and Python, and those passed to :meth:`note`.
+    Args:
+        generators: Generators of torch besides the global ones of torch, NumPy and Python.
+        libraries: The libraries whose global generators count; None means all. Torch always counts.
     """
 
-    def __init__(self) -> None:
-        self.states = [(generator, generator.get()) for generator in _generators()]
+    def __init__(
+        self, generators: Iterable[torch.Generator] = (), libraries: Container[str] | None = None
+    ) -> None:
+        self.states = [
+            (generator, generator.get())
+            for generator in _generators(generators)
+            if libraries is None or generator.library == "torch" or generator.library in libraries
+        ]
         self._noted: set[int] = set()
 
     def note(self, generator: torch.Generator) -> None:
         """Include a generator that is about to be handed to a torch function."""
         if id(generator) not in self._noted:
             self._noted.add(id(generator))  # which is kept alive by its methods
-            handed = _Generator("torch", generator.get_state, generator.set_state, torch.equal)
+            handed = _Generator("torch", generator.get_state, generator.set_state)
             self.states.append((handed, handed.get()))
 
     def watched(self) -> contextlib.AbstractContextManager[object]:
@@ -140,11 +86,11 @@ class RandomState:
 
     def close(self) -> None:
         """Forget the states that the call left as they were."""
-        self.states = [(g, state) for g, state in self.states if not g.equal(state, g.get())]
+        self.states = [(g, state) for g, state in self.states if not _is_same(state, g.get())]
 
     def moved(self) -> set[str]:
         """Return the libraries that have drawn since."""
-        return {g.library for g, state in self.states if not g.equal(state, g.get())}
+        return {g.library for g, state in self.states if not _is_same(state, g.get())}
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Draw again what the recorded call drew, and leave the generators untouched."""
@@ -206,15 +152,12 @@ _FLAGS = [
 ]
 
 
-_CPU = torch.device("cpu")
-
-
 class Flags:
     """Settings of torch that choose dtypes, devices and kernels."""
 
     def __init__(self) -> None:
         self.values = [flag.get() for flag in _FLAGS]
-        self.device = _default_device()
+        self.device = torch.get_default_device()
 
     def key(self) -> tuple[Any, ...]:
         """Return the settings as a value that can be compared and hashed."""
@@ -241,11 +184,6 @@ class Flags:
         finally:
             for flag, _, now in moved:
                 flag.set(now)
-
-
-def _default_device() -> torch.device:
-    """Return the device of new tensors; it is set by a function mode if it is not the CPU."""
-    return torch.get_default_device() if _torch.num_function_modes() else _CPU
 
 
 class AutocastState:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from metagrad.core.tree import ATOMS
 _MOST = 1000  # objects to look at
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 _INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
+_CONTAINERS = {dict, OrderedDict, list, set}
+_LARGE = 2**14  # numbers of a constant, beyond which no copy of it is kept
 _TABLES = [
     name
     for name, table in vars(nn.Module()).items()
@@ -165,6 +168,83 @@ def _may_hold(value: object) -> bool:
     return not kind.__module__.startswith(("torch.", "numpy")) and not isinstance(value, type)
 
 
+class ModuleSnapshot:
+    """What modules are: attributes, flags, counters, containers among them, hooks, buffers and their values.
+
+    Parameters are not part of it: a computation takes them as operands.
+
+    Args:
+        modules: The modules, each once.
+        kept: Copies of buffers by their ids, shared by the snapshots of a loop; None copies no values.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], kept: dict[int, Tensor] | None = None) -> None:
+        self.modules = list(modules)
+        self._held: list[tuple[Any, Any]] = []
+        for module in self.modules:
+            namespace = module.__dict__
+            self._held.append((namespace, namespace.copy()))
+            for name, value in namespace.items():
+                if type(value) in _CONTAINERS and name != "_parameters" and (value or name not in _INTERNAL):
+                    self._held.append((value, value.copy()))
+        self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor | int | None]] = []
+        if kept is not None:
+            self._buffers = [
+                (module._buffers, name, buffer, content_of(buffer, kept))
+                for module in self.modules
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
+
+    def put_back(self) -> None:
+        """Set the modules back to what they were, but for the values of buffers."""
+        for container, content in self._held:
+            _refill(container, content)
+
+    @contextlib.contextmanager
+    def restored(self, call: str = "") -> Generator[None]:
+        """Set the modules back, with copies of their buffers, within a ``with`` block; undo what happens in it.
+
+        Raises:
+            RuntimeError: A large buffer, of which no copy is kept, was written into since.
+        """
+        now = ModuleSnapshot(self.modules)
+        try:
+            self.put_back()
+            for table, name, buffer, value in self._buffers:
+                if isinstance(value, int) and buffer._version != value:
+                    raise RuntimeError(
+                        f"{call}: the buffer {name!r} of shape {tuple(buffer.shape)} was modified in place between "
+                        "the forward pass and its recomputation. Modify a copy."
+                    )
+                table[name] = value.clone() if isinstance(value, Tensor) else buffer
+            yield
+        finally:
+            now.put_back()
+
+
+def content_of(tensor: Tensor, kept: dict[int, Tensor]) -> Tensor | int | None:
+    """Return a copy of a constant, the one that is kept if the constant is as it was; of others their version.
+
+    Others are large tensors, and those that require grad. Inference tensors have no version.
+    """
+    if tensor.is_inference() or tensor.layout != torch.strided:
+        return None
+    if tensor.requires_grad or tensor.numel() > _LARGE:
+        return tensor._version
+    copy = kept.get(id(tensor))
+    if copy is None or not torch.equal(copy, tensor):
+        kept[id(tensor)] = copy = tensor.detach().clone()
+    return copy
+
+
+def is_as_it_was(tensor: Tensor, content: Tensor | int | None) -> bool:
+    """Return whether a tensor still has a content that :func:`content_of` returned."""
+    if isinstance(content, Tensor):
+        return torch.equal(content, tensor)
+    return content is None or tensor._version == content
+
+
 class ModuleState:
     """The flags, numbers and buffers of modules, and constant tensors, as they were when the modules were called."""
 
@@ -231,7 +311,7 @@ class ModuleContents:
             _put_back(module.__dict__, attributes)
             _refill_tables(module, tables)
             for name, content in entries.items():
-                _refill(attributes[name], content)
+                _refill_values(attributes[name], content)
 
 
 class WatchedModules(ModuleContents):
@@ -349,7 +429,16 @@ def _content(value: Any) -> list[Any]:
     return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
 
 
-def _refill(value: Any, content: list) -> None:
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+        return
+    if (isinstance(container, dict) and container.keys() != content.keys()) or isinstance(container, set):
+        container.clear()
+    container.update(content)
+
+
+def _refill_values(value: Any, content: list) -> None:
     """Set a container back to what it held."""
     if _are_same(_content(value), content):
         return

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from metagrad.core.dispatch import Dispatch
 from metagrad.core.tree import widened
 
 
@@ -166,7 +166,7 @@ def instance_norm(
     return _affine(_normalised(widened(input), axes, eps), weight, bias, channels=True).to(input.dtype)
 
 
-class composite_norms(TorchFunctionMode):  # noqa: N801, used as a function is
+class composite_norms(Dispatch):  # noqa: N801, used as a function is
     """Replace the fused norms in unmodified models by those written out here, within a ``with`` block.
 
     Example:
@@ -179,14 +179,8 @@ class composite_norms(TorchFunctionMode):  # noqa: N801, used as a function is
         True
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _COMPOSITES.get(func, func)(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__(_COMPOSITES)
 
 
 _COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {

@@ -5,7 +5,7 @@ The structure is torch's own pytree, so whatever torch.func takes, metagrad take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
 import torch
@@ -91,27 +91,64 @@ class _Hole:
 HOLE = _Hole()
 
 
+class _Branch(NamedTuple):
+    """A container without its tensors.
+
+    Attributes:
+        make: Makes the container of its parts.
+        parts: Branches, constants and holes.
+    """
+
+    make: Callable[[list[Any]], Any]
+    parts: list[Any]
+
+
 class Structure(NamedTuple):
     """A tree without its tensors."""
 
-    leaves: list[Any]
-    spec: TreeSpec
+    form: Any
 
     def fill(self, tensors: Sequence[Tensor]) -> Tree:
         """Build the tree from other tensors, in the order of the original's."""
-        return tree_unflatten(_fill(self.leaves, tensors), self.spec)
+        return _fill(self.form, iter(tensors))
 
 
 def dissect(tree: Tree) -> tuple[list[Tensor], Structure]:
     """Take a tree apart into its tensors and its :class:`Structure`."""
+    tensors: list[Tensor] = []
+    return tensors, Structure(_take_apart(tree, tensors))
+
+
+def _take_apart(tree: Tree, tensors: list[Tensor]) -> Any:
+    kind = type(tree)
+    if kind in ATOMS:
+        return tree
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return HOLE
+    if kind is dict:
+        keys = list(tree)
+        return _Branch(lambda parts: dict(zip(keys, parts, strict=True)), _all_apart(tree.values(), tensors))
+    if kind is tuple or kind is list:
+        return _Branch(kind, _all_apart(tree, tensors))
+    if isinstance(tree, tuple) and hasattr(kind, "_make"):
+        return _Branch(kind._make, _all_apart(tree, tensors))
     leaves, spec = tree_flatten(tree)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return tensors, Structure([HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return tree
+    return _Branch(lambda parts: tree_unflatten(parts, spec), _all_apart(leaves, tensors))
 
 
-def _fill(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    supply = iter(tensors)
-    return [next(supply) if leaf is HOLE else leaf for leaf in leaves]
+def _all_apart(trees: Iterable[Tree], tensors: list[Tensor]) -> list[Any]:
+    return [_take_apart(tree, tensors) for tree in trees]
+
+
+def _fill(form: Any, supply: Iterator[Tensor]) -> Tree:
+    if form is HOLE:
+        return next(supply)
+    if type(form) is _Branch:
+        return form.make([_fill(part, supply) for part in form.parts])
+    return form
 
 
 def constants(tree: Tree) -> Tree:

@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
-from metagrad.autograd.recompute.captured_tensors import shown, tell_recorders, unobserved, unrecorded
 from metagrad.autograd.recompute.fingerprint import Fingerprint
-from metagrad.autograd.recompute.pull import pulled
-from metagrad.autograd.recompute.replay import Call, record
+from metagrad.autograd.recompute.replay import record
 from metagrad.core import _torch
 from metagrad.core._torch import Context, Function
 from metagrad.core.checks import check_function, warn
+from metagrad.core.reach import Reached
 from metagrad.core.tape import graph_nodes
-from metagrad.core.tree import Structure, Tree, fresh_leaf
+from metagrad.core.tree import Structure, Tree, fresh_leaf, plus
 
 T = TypeVar("T")
 
@@ -135,12 +134,12 @@ def recording_call(
     kwargs: dict[str, Any],
     *,
     name: str,
-    modules: list[nn.Module] | None = None,
+    reached: Reached | None = None,
+    num_kept: int = 0,
 ) -> T:
     """Call a function, keeping only its inputs; the arguments are those of :func:`~.replay.record`."""
-    recording = record(fn, args, kwargs, name=name, modules=modules)
-    with unrecorded():  # the recording has shown its tensors
-        return attach(recording.call, recording.tensors, recording.outputs, recording.structure)
+    recording = record(fn, args, kwargs, name=name, reached=reached, num_kept=num_kept)
+    return attach(recording.call, recording.tensors, recording.outputs, recording.structure)
 
 
 def cannot_recompute() -> str | None:
@@ -170,9 +169,6 @@ def attached(
 ) -> Sequence[Tensor]:
     """Put the known outputs of a call on the tape; those that do not require grad are constants.
 
-    Enclosing recordings see what goes in and what comes out: modes do not see ``Function.apply``; they do see
-    ``view_as``, and can replace what it is given.
-
     Args:
         call: The function, which is recomputed for its derivatives.
         tensors: What it can be differentiated with respect to.
@@ -181,11 +177,7 @@ def attached(
         pull: Returns a cotangent for each of the tensors, where that is not to be differentiated again.
         look: Looks at the cotangents of the tensors that ``pull`` does not return.
     """
-    with unrecorded() as enclosing:
-        shown_tensors = [shown(tensor, enclosing) for tensor in tensors]
-        results = _Recomputed.apply(call, outputs, kept, pull, look, *shown_tensors)
-    tell_recorders(results)
-    return results
+    return _Recomputed.apply(call, outputs, kept, pull, look, *tensors)
 
 
 def recomputed(call: TensorFunction, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -210,20 +202,25 @@ class Vjp:
         self.num_tensors = num_tensors
         self.wanted = wanted
         self.present = present
+        # The function may read a leaf in a place that is not known, where no other tensor stands for it.
+        self.leaves: dict[int, Tensor] = getattr(call, "leaves", {})
 
     def __call__(self, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return one cotangent for each wanted tensor, None where it has no influence."""
         create_graph = torch.is_grad_enabled()
         tensors, cotangents = operands[: self.num_tensors], operands[self.num_tensors :]
-        if isinstance(self.call, Call) and self.call.programs is not None and not create_graph:
-            grads = pulled(self.call, self.call.programs, tensors, self.wanted, self.present, cotangents)
-            if grads is not None:
-                return grads
         with torch.enable_grad():
             inputs = [_private(t, create_graph) for t in tensors]
             outputs = self.call(inputs)
-        wanted, present = [inputs[i] for i in self.wanted], [outputs[i] for i in self.present]
-        return graph_vjp(present, wanted, cotangents, create_graph=create_graph)
+        own = {i: leaf for i in self.wanted if (leaf := self.leaves.get(i)) is not None}
+        found = graph_vjp(
+            [outputs[i] for i in self.present],
+            [*(inputs[i] for i in self.wanted), *own.values()],
+            cotangents,
+            create_graph=create_graph,
+        )
+        natively = dict(zip(own, found[len(self.wanted) :], strict=True))
+        return [plus(gradient, natively.get(i)) for i, gradient in zip(self.wanted, found, strict=False)]
 
 
 class _Repeatable:
@@ -236,17 +233,21 @@ class _Repeatable:
         self.call = call
         self.first: Fingerprint | None = None
 
+    @property
+    def leaves(self) -> dict[int, Tensor]:
+        """The leaves that the operands of the call were."""
+        return getattr(self.call, "leaves", {})
+
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Compute, and compare."""
         results = self.call(tensors)
-        with unobserved():
-            if self.first is None:
-                self.first = Fingerprint(results)
-            elif (difference := self.first.difference(results, exact=False)) is not None:
-                raise RuntimeError(
-                    f"A gradient did not repeat when it was recomputed, to be differentiated again: {difference}. "
-                    "Hooks on gradients and backward methods must do the same each time."
-                )
+        if self.first is None:
+            self.first = Fingerprint(results)
+        elif (difference := self.first.difference(results, exact=False)) is not None:
+            raise RuntimeError(
+                f"A gradient did not repeat when it was recomputed, to be differentiated again: {difference}. "
+                "Hooks on gradients and backward methods must do the same each time."
+            )
         return results
 
 

@@ -19,8 +19,8 @@ from metagrad.autograd.recompute.checkpoint import recording_call
 from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.autograd.unrolling.trial import Trial
 from metagrad.core.budget import device_of, free_bytes
-from metagrad.core.modules import modules_of
-from metagrad.core.tree import Tree, tree_map
+from metagrad.core.reach import Reached
+from metagrad.core.tree import Tree, dissect, tree_map
 
 Step = Callable[..., tuple[Tree, Tree]]
 Loop = Callable[[Step, Tree, tuple[Any, ...], range], tuple[Tree, Tree]]
@@ -52,11 +52,11 @@ def recomputed(
     step: Step, state: Tree, args: tuple[Any, ...], times: range, *, name: str = "at t={}"
 ) -> tuple[Tree, Tree]:
     """Keep a state for each step."""
-    modules = modules_of(step)
+    reached, num_kept = Reached(step), len(dissect(state)[0])
 
     def recomputed_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
         called = f"unroll(step, ...) {name.format(t)}"
-        return recording_call(step, (state, t, *args), {}, name=called, modules=modules)
+        return recording_call(step, (state, t, *args), {}, name=called, reached=reached, num_kept=num_kept)
 
     return plain(recomputed_step, state, args, times)
 

@@ -15,7 +15,7 @@ from metagrad.autograd.recompute.checkpoint import attach
 from metagrad.autograd.recompute.replay import Recording, record
 from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.core.budget import BudgetError, device_of
-from metagrad.core.modules import modules_of
+from metagrad.core.reach import Reached
 from metagrad.core.tree import Tree, dissect
 from metagrad.memory.storages import Ledger, StorageMode
 
@@ -72,7 +72,7 @@ class Trial:
         self.step = step
         self.args = args
         self.budget = budget
-        self.modules = modules_of(step)
+        self.reached = Reached(step)
         self.check = StateCheck(state)
         self.ledger = Ledger(device_of(state, args))
         self.state = state
@@ -103,7 +103,7 @@ class Trial:
             return taken[0]
 
         called = f"unroll(step, ...) at t={t}"
-        recording = record(measured, (self.state, t, *self.args), {}, name=called, modules=self.modules)
+        recording = record(measured, (self.state, t, *self.args), {}, name=called, reached=self.reached)
         recording.call.fn = self.step
         # With their graph: what leaves a recorded function by another way than its return value keeps its own.
         self.state, aux = taken.pop()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
-from metagrad.autograd.recompute.captured_tensors import unrecorded
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import is_a, is_list_or_tuple, is_mapping
 from metagrad.core.modules import WatchedModules, check_substitutable
@@ -122,7 +121,7 @@ def preflight(
 def _untouched(subject: Subject) -> Generator[None]:
     """Leave buffers, attributes of modules and random generators as they were; look in grad mode."""
     # As MAML itself does, second derivatives of attention are taken by the kernel that has them.
-    with unrecorded(), torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         state, generators = WatchedModules([subject.root]), RandomState()
         try:
             yield

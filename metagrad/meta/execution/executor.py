@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
-from metagrad.autograd.recompute.captured_tensors import unrecorded
 from metagrad.core import _torch
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import WatchedModules, buffer_versions
@@ -183,7 +182,7 @@ class TaskExecutor:
     def _changes(self, tasks: Tasks) -> str | None:
         """Return what changes from call to call, of modules or random generators, and put it back."""
         (task,) = self._with_rows(tasks.select(slice(0, 1)), 1).split(1)
-        with unrecorded(), torch.no_grad():
+        with torch.no_grad():
             state, generators = WatchedModules(self._modules), RandomState()
             try:
                 with generators.watched():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import metagrad as mg
-from metagrad.autograd.recompute.program import forget_programs
 
 MEMORIES = ["step", "sqrt"]
 
@@ -21,12 +20,6 @@ def penalised(x: Tensor, found: dict) -> Tensor:
     found["penalties"].append(x.pow(3).sum())
     found["last"] = x
     return x * 2
-
-
-@pytest.fixture(autouse=True)
-def _no_programs():
-    """Forget derivatives that are known, for which nothing is run again."""
-    forget_programs()
 
 
 class Model(nn.Module):
@@ -251,18 +244,14 @@ class Hidden(torch.autograd.Function):
 
 def fickle_functions():
     """Functions that do something else each time, by what no recording can know."""
-    count, array = iter(range(1, 100)), np.ones(3)
+    count, array = iter(range(1, 100)), np.ones(2**15)
+    graph = "other operations are differentiable than were"
+    values = r"a result of shape \(3,\) has other values"
     shared = torch.from_numpy(array)
 
     def writes_by_numpy(x):
         array[:] += 1
         return x * shared.sum()
-
-    def hooked(x):
-        n = next(count)
-        y = x * 1
-        y.register_hook(lambda g: g * n)
-        return y
 
     def switched(x):
         with torch.set_grad_enabled(next(count) % 2 == 1):
@@ -270,22 +259,24 @@ def fickle_functions():
         return x + y
 
     return {
-        "number": (lambda x: x * next(count), r"torch function 0 was mul\(..., 1\) and became mul\(..., 2\)"),
-        "array": (lambda x: x * torch.tensor(np.arange(3) + next(count)), "torch function 0 was tensor"),
-        "branch": (
-            lambda x: x.sin() if next(count) == 1 else x.cos(),
-            r"was sin\(...\) and became cos\(...\)",
+        "number": (lambda x: x * next(count), values),
+        "array": (lambda x: x * torch.tensor(np.arange(3) + next(count)), values),
+        "branch": (lambda x: x.sin() if next(count) == 1 else x.cos(), values),
+        "an operation that changes no value": (
+            lambda x: x.sin() if next(count) == 1 else x.sin() * 1,
+            graph,
         ),
-        "shorter": (lambda x: x.sin().cos() if next(count) == 1 else x.sin(), "went|became|ended"),
-        "longer": (lambda x: x.sin() if next(count) == 1 else x.sin().cos(), "became cos|went on with cos"),
-        "grad mode": (switched, "became sin|became _set_grad_enabled"),
-        "hook": (hooked, "was register_hook"),
+        "grad mode": (switched, graph),
+        "detached": (
+            lambda x: x + (x if next(count) == 1 else x.detach().clone()),
+            "gradient|differentiable",
+        ),
         "backward": (lambda x: Scaled.apply(x, next(count)), "custom autograd.Function kept other numbers"),
         "custom function": (
             lambda x: Hidden.apply(x, array.__iadd__(1)),
-            r"took another path|result of shape \(3,\) has other values",
+            values,
         ),
-        "memory shared with NumPy": (writes_by_numpy, r"result of shape \(3,\) has other values"),
+        "memory shared with NumPy": (writes_by_numpy, values),
     }
 
 
@@ -307,10 +298,10 @@ def test_what_does_not_repeat_is_an_error_that_says_what_differs(case, form, ord
 
 
 def test_the_step_that_does_not_repeat_is_named():
-    count = iter(range(100))
+    count = iter(range(1, 100))
     x = torch.ones(3, requires_grad=True)
-    y, _ = mg.unroll(lambda s, t: (s * (t if t < 2 else next(count)), None), x, steps=3, memory="step")
-    with pytest.raises(RuntimeError, match=r"at t=2: .*was mul.*became mul"):
+    y, _ = mg.unroll(lambda s, t: (s * (t + 1 if t < 2 else next(count)), None), x, steps=3, memory="step")
+    with pytest.raises(RuntimeError, match=r"at t=2: .*other values"):
         y.sum().backward()
 
 
@@ -329,21 +320,28 @@ def test_a_gradient_that_does_not_repeat_at_second_order_is_an_error():
         torch.autograd.grad(g.sum(), x)
 
 
-def test_not_detected_is_what_only_a_hook_looks_up_and_one_of_very_many_entries():
+def test_not_detected_is_a_number_that_only_a_hook_reads():
     """As the docstring of checkpoint says."""
-    factor, many = [1.0], np.ones(2**15)
-    shared = torch.from_numpy(many)
-    x = torch.ones(2**15, dtype=torch.float64, requires_grad=True)
+    factor = [1.0]
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
 
     def hooked(x):
-        y = x * shared
+        y = x * 1
         y.register_hook(lambda g: g * factor[0])
         return y
 
     y = mg.checkpoint(hooked, x)
-    factor[0], many[5] = 2.0, 3.0
-    (g,) = torch.autograd.grad(y.sum(), x)
-    assert g[:6].tolist() == [2, 2, 2, 2, 2, 6]
+    factor[0] = 2.0
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2.0] * 3
+
+
+def test_one_of_very_many_entries_is_compared():
+    many = np.ones(2**15)
+    shared, x = torch.from_numpy(many), torch.ones(2**15, dtype=torch.float64, requires_grad=True)
+    y = mg.checkpoint(lambda x: x * shared, x)
+    many[5] = 3.0
+    with pytest.raises(RuntimeError, match=r"a result of shape \(32768,\) has other values"):
+        y.sum().backward()
 
 
 def test_what_is_computed_once_and_kept_may_be_missing_from_the_recomputation():
@@ -384,31 +382,29 @@ def test_states_that_a_step_collects_keep_their_gradient():
         )
 
 
-@pytest.mark.parametrize(
-    "write", [lambda w: w.data.mul_(2), lambda w: w.detach().mul_(2)], ids=["data", "detach"]
-)
-def test_writing_into_a_tensor_that_requires_grad_is_refused(write):
+def test_writing_into_a_tensor_that_requires_grad_is_refused():
     w, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
 
-    def fn(x):
+    def fn(x, write):
         y = x * w
-        write(w)
+        write(w).mul_(2)
         return y
 
     with pytest.raises(ValueError, match=r"shape \(3,\) that requires grad and writes into it in place"):
-        mg.checkpoint(fn, x)
+        mg.checkpoint(fn, x, torch.Tensor.detach)
     with pytest.raises(ValueError, match="writes in place into one of its arguments"):
-        mg.checkpoint(lambda x: (x * 1, write(x))[0], x)
+        mg.checkpoint(lambda x: (x * 1, x.detach().mul_(2))[0], x)
+    y = mg.checkpoint(fn, x, lambda w: w.data)
+    with pytest.raises(RuntimeError, match="has other values"):
+        y.sum().backward()
 
 
-@pytest.mark.parametrize("free", [False, True])
-def test_inference_tensors(free):
+def test_inference_tensors():
     x = torch.randn(3, requires_grad=True)
     with torch.inference_mode():
         c = torch.randn(3)
-    y = mg.checkpoint(lambda x: x + c, x) if free else mg.checkpoint(torch.mul, x, c)
-    (g,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(g, torch.ones(3) if free else c)
+    for y in (mg.checkpoint(lambda x: x + c, x), mg.checkpoint(torch.add, x, c)):
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones(3))
 
 
 def doubled(form, x):

@@ -1,0 +1,169 @@
+"""What a function can reach: modules, random generators, and the places that hold tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_MOST = 1000  # objects to look at
+_INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
+_HOLDERS = (list, tuple, dict, types.FunctionType, types.MethodType)
+
+
+class Place(NamedTuple):
+    """Where a value is held.
+
+    Attributes:
+        holder: A dict or list, or an object that has the value as an attribute; a tuple if there is a parent.
+        key: The key, index or name of the attribute.
+        parent: The place of the tuple.
+    """
+
+    holder: Any
+    key: Any
+    parent: Place | None = None
+
+    def put(self, value: object) -> None:
+        """Hold another value."""
+        if self.parent is not None:
+            items = list(self.parent.get())
+            items[self.key] = value
+            kind = type(self.holder)
+            self.parent.put(kind(*items) if hasattr(kind, "_fields") else kind(items))
+        elif isinstance(self.holder, (dict, list)):
+            self.holder[self.key] = value
+        elif isinstance(self.holder, functools.partial):
+            part = self.holder
+            part.__setstate__((part.func, value, part.keywords, part.__dict__))
+        else:
+            setattr(self.holder, self.key, value)
+
+    def get(self) -> Any:
+        """Return the value that is held."""
+        if self.parent is not None:
+            return self.parent.get()[self.key]
+        if isinstance(self.holder, (dict, list)):
+            return self.holder[self.key]
+        return getattr(self.holder, self.key)
+
+
+class Reached:
+    """What a function can reach: itself, its ``__self__``, its closure, its defaults and the globals that it names.
+
+    Attributes:
+        modules: Modules, each once.
+        generators: Random generators of torch.
+        tensors: Tensors, and their places.
+        cells: The cells of closures.
+        libraries: From which libraries the calls of a loop have drawn random numbers; None before the first.
+        contents: Copies of small constants by their ids; the calls of a loop share them.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.modules: list[nn.Module] = []
+        self.generators: list[torch.Generator] = []
+        self.tensors: list[tuple[Place, Tensor]] = []
+        self.cells: list[types.CellType] = []
+        self.libraries: set[str] | None = None
+        self.contents: dict[int, Tensor] = {}
+        seen: set[int] = set()
+        waiting: list[tuple[Place | None, object]] = [(None, function)]
+        while waiting and len(seen) < _MOST:
+            place, value = waiting.pop()
+            if isinstance(value, Tensor):
+                if place is not None:
+                    self.tensors.append((place, value))
+            elif id(value) not in seen:
+                seen.add(id(value))
+                waiting.extend(self._parts(place, value, seen))
+
+    def _parts(self, place: Place | None, value: Any, seen: set[int]) -> Iterator[tuple[Place, object]]:
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                if module is value or id(module) not in seen:
+                    seen.add(id(module))
+                    self.modules.append(module)
+                    yield from _of_module(module)
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif isinstance(value, types.FunctionType):
+            if not (value.__module__ or "").startswith("torch."):
+                yield from self._of_function(value)
+        elif isinstance(value, types.MethodType):
+            yield Place(value, "__self__"), value.__self__
+            yield Place(value, "__func__"), value.__func__
+        elif isinstance(value, functools.partial):
+            yield Place(value, "func"), value.func
+            yield Place(value, "args"), value.args
+            yield from _entries(value.keywords)
+        elif isinstance(value, dict):
+            yield from _entries(value)
+        elif isinstance(value, list):
+            yield from ((Place(value, i), item) for i, item in enumerate(value[:_MOST]) if _may_hold(item))
+        elif isinstance(value, tuple):
+            yield from ((Place(value, i, place), item) for i, item in enumerate(value) if _may_hold(item))
+        else:
+            yield from _entries(getattr(value, "__dict__", {}))
+
+    def _of_function(self, function: types.FunctionType) -> Iterator[tuple[Place, object]]:
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield Place(cell, "cell_contents"), cell.cell_contents
+                self.cells.append(cell)
+        if function.__defaults__:
+            yield Place(function, "__defaults__"), function.__defaults__
+        yield from _entries(function.__kwdefaults__ or {})
+        for name in _global_names(function.__code__):
+            value = function.__globals__.get(name)
+            if _may_hold(value):
+                yield Place(function.__globals__, name), value
+
+
+def _of_module(module: nn.Module) -> Iterator[tuple[Place, object]]:
+    yield from _entries(module._parameters)
+    for name, value in module.__dict__.items():
+        if name not in _INTERNAL and _may_hold(value):
+            yield Place(module.__dict__, name), value
+
+
+def _entries(namespace: dict[Any, Any]) -> Iterator[tuple[Place, object]]:
+    return ((Place(namespace, key), value) for key, value in namespace.items() if _may_hold(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    inner = (_global_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return tuple(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
+
+
+def _may_hold(value: object) -> bool:
+    """Return whether a value is, or may lead to, a tensor, a module or a generator."""
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return kind in _HOLDERS
+    if isinstance(value, (Tensor, nn.Module, torch.Generator, functools.partial)):
+        return True
+    return not kind.__module__.startswith(("torch.", "numpy")) and not isinstance(value, type)
+
+
+@contextlib.contextmanager
+def placed(values: Iterable[tuple[Place, object]]) -> Generator[None]:
+    """Hold other values at some places within a ``with`` block; places that are gone are left out."""
+    before: list[tuple[Place, object]] = []
+    try:
+        for place, value in values:
+            with contextlib.suppress(LookupError, AttributeError, ValueError):
+                now = place.get()
+                if now is not value:
+                    place.put(value)
+                    before.append((place, now))
+        yield
+    finally:
+        for place, value in reversed(before):
+            place.put(value)
