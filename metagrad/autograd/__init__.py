@@ -6,7 +6,6 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.derivatives.hvp import Hvp, hvp
 from metagrad.autograd.derivatives.linearize import Linearization, linearize
-from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.recompute.checkpoint import checkpoint
 from metagrad.autograd.unrolling.unroll import unroll
 
@@ -15,7 +14,6 @@ __all__ = [
     "Hvp",
     "Linearization",
     "MissingDerivative",
-    "QuickDerivatives",
     "checkpoint",
     "grad",
     "gradcheck",

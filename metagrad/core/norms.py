@@ -6,14 +6,16 @@ objective is a third derivative of the model.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metagrad.core.attention import unfused_attention
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.tree import widened
 
@@ -181,6 +183,16 @@ class composite_norms(Dispatch):  # noqa: N801, used as a function is
 
     def __init__(self) -> None:
         super().__init__(_COMPOSITES)
+
+
+@contextlib.contextmanager
+def every_order() -> Generator[None]:
+    """Call functions of torch whose derivatives are right at every order, in place of those whose are not.
+
+    Norms are written out, and attention is not fused, within a ``with`` block.
+    """
+    with unfused_attention, composite_norms():
+        yield
 
 
 _COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {

@@ -51,8 +51,8 @@ class Conv4(nn.Sequential):
     A chain: a check of the shape, `blocks`, the features that the head sees, and `head`.
 
     Runs under `torch.vmap` with `torch.func.functional_call`, and is differentiable twice. Torch's (2.13) third
-    derivatives through `nn.BatchNorm2d` are wrong: call it inside `metagrad.autograd.QuickDerivatives()` for these,
-    as the library does, or take `norm="group"`.
+    derivatives through `nn.BatchNorm2d` are wrong: call it inside `metagrad.models.composite_norms()` for these, or
+    take `norm="group"`.
 
     Raises:
         ValueError: For sizes below one, an unknown choice, or an image too small to be halved four times; when it is

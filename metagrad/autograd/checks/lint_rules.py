@@ -34,16 +34,13 @@ class LintRule(NamedTuple):
 _VALUES = "Keep the values as a strided vector, and compute with gather, multiply and index_add."
 _DISTANCES = "Subtract with broadcasting, and take torch.linalg.vector_norm over the last dimension."
 _BAG = "Take metagrad.sparse.embedding_bag."
-_MATH = "Call the model inside metagrad.autograd.QuickDerivatives()."
+_MATH = "Call the model inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
 _NATIVE_RNN = "Run the forward under torch.backends.cudnn.flags(enabled=False)."
-_BATCH_NORM = "Call the model inside metagrad.autograd.QuickDerivatives(), or use F.group_norm or F.rms_norm."
+_BATCH_NORM = "Call the model inside metagrad.models.composite_norms(), or use F.group_norm or F.rms_norm."
 _LAYER_NORM = (
-    "Call the model inside metagrad.autograd.QuickDerivatives(), or use F.rms_norm or F.group_norm(x, 1)."
+    "Call the model inside metagrad.models.composite_norms(), or use F.rms_norm or F.group_norm(x, 1)."
 )
-_OUTPUT_PADDING = (
-    "Call the model inside metagrad.autograd.QuickDerivatives(), or leave output_padding at 0 and pad or crop the "
-    "output instead."
-)
+_OUTPUT_PADDING = "Leave output_padding at 0, and pad or crop the output instead."
 _EAGER = "Compile the whole derivative, torch.compile(torch.func.grad(...)), or run the forward uncompiled."
 _SAMPLE = "Take the sample as a constant, or reparametrise it another way."
 _CTC = "Write the forward recursion with torch.logsumexp."

@@ -12,11 +12,10 @@ from torch.autograd.graph import get_gradient_edge
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
 from metagrad.autograd.derivatives.grad import grad, refuse_complex
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
-from metagrad.autograd.derivatives.quick import QuickDerivatives
-from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core.capture import forward_mode
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.modules import refuse_sharded
+from metagrad.core.norms import every_order
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import (
     Tree,
@@ -122,7 +121,7 @@ def hvp(
         return loss
 
     reverse = _nested if is_transformed() else _reverse
-    with unfused_attention:
+    with every_order():
         loss, gradient, product = (reverse if mode == "reverse" else _forward)(
             fn, leaves, weights, create_graph
         )
@@ -141,8 +140,7 @@ def _reverse(
 ) -> Products:
     with torch.enable_grad():
         inputs = [_variable(leaf) for leaf in leaves]
-        with QuickDerivatives():
-            loss = fn(inputs)
+        loss = fn(inputs)
         gradient = grad(loss, inputs, create_graph=True, materialize_grads=True)
         product = _product(gradient, inputs, weights, create_graph)
     if create_graph:

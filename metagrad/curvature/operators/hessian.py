@@ -8,10 +8,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.recorded import Recorded, recorded_gradient
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import is_list_or_tuple
+from metagrad.core.norms import every_order
 from metagrad.core.tree import zeros_for_none
 from metagrad.curvature.likelihoods.recognition import recognized
 from metagrad.curvature.operators.batches import (
@@ -110,7 +110,7 @@ def hessian(
     def of_batch(batch: Batch) -> HessianOperator:
         leaves = {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in values.items()}
         arguments = tuple(batch) if is_list_or_tuple(batch) else (batch,)
-        with torch.enable_grad(), QuickDerivatives():
+        with torch.enable_grad(), every_order():
             value, known = recognized(lambda: loss(with_values(params, leaves), *arguments))
         operator = of_loss(value, leaves)
         if not is_alone:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.derivatives.grad import check_loss
-from metagrad.autograd.derivatives.quick import QuickDerivatives
-from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves, refuse_order, refuse_unused
 from metagrad.core.checks import check_function
 from metagrad.core.modules import check_substitutable
+from metagrad.core.norms import every_order
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
@@ -80,8 +79,7 @@ class ModelProblem:
         x, y = self._pair(batch)
         with torch.enable_grad():
             leaves = self._leaves()
-            # What is differentiated further has to be known from this graph.
-            with unfused_attention if self.create_graph else QuickDerivatives():
+            with every_order():
                 output = self._call_model(leaves, x)
             loss, known = evaluate(self.loss_fn, output, y)
         named = self._checked(leaves, loss)

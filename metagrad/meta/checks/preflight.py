@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
-from metagrad.autograd.derivatives.quick.attention import unfused_attention
+from metagrad.core.attention import unfused_attention
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import is_a, is_list_or_tuple, is_mapping
 from metagrad.core.modules import WatchedModules, check_substitutable

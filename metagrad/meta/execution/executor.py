@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core import _torch
+from metagrad.core.attention import unfused_attention
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import WatchedModules, buffer_versions
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from metagrad import memory as memory_tracking
 from metagrad.autograd.checks.lint import refuse_defects
-from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.unrolling.compiled import Compiler
 from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
@@ -153,7 +152,7 @@ class InnerLoop:
         loss: Loss = self.to_query(tasks)._loss(tasks)
         if self.compiled is not None:
             loss = functools.partial(query_loss, self.compiled, loss)
-        with phase("query"), self._quick():
+        with phase("query"):
             query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
         return query if self.stacked else with_task_axis(query)
 
@@ -277,11 +276,6 @@ class InnerLoop:
         values = {**start_values(others, tasks.rows, count, apart=True), **own}
         return {name: values[name] for name in params}
 
-    def _quick(self) -> contextlib.AbstractContextManager[object]:
-        """Take operations of one task as they are quickest; torch.vmap and compiled code have theirs."""
-        is_plain = not self.stacked and self.compiled is None and not torch.compiler.is_compiling()
-        return QuickDerivatives() if is_plain else contextlib.nullcontext()
-
     def _loss(self, tasks: Tasks) -> Loss:
         objective = replace(self.objective, rows=tasks.rows)
         return objective.stacked if self.stacked else objective.single
@@ -345,8 +339,7 @@ class InnerLoop:
     ) -> tuple[Tensor, Params]:
         if torch.compiler.is_compiling():
             return _functional_gradients(loss, params, x, y, self.order)
-        with self._quick():
-            losses, _ = loss(params, x, y)
+        losses, _ = loss(params, x, y)
         if create_graph and t == 0:
             refuse_defects("MAML(..., order=2), at the first inner step", losses, params.values())
         # A step that is computed again, as that of compiled code is, frees its graph at its end.

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core import _torch
 from metagrad.core._torch import has_hooks
+from metagrad.core.attention import unfused_attention
 from metagrad.core.structured import Nested, Structured, call_on, restored, structured
 from metagrad.core.substitution import replaced
 from metagrad.core.tree import widened

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
-from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.core._torch import averaging_wrapper
+from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
@@ -209,7 +209,7 @@ class CurvatureOptimizer(RuleOptimizer):
         mode = LossRecorder(backward, note_losses=self.notes_losses)
         self._noted = mode.losses
         try:
-            with QuickDerivatives(), mode:
+            with every_order(), mode:
                 yield
         except BaseException:
             self._forget()

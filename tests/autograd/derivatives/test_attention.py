@@ -14,7 +14,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metagrad as mg
-from metagrad.autograd.derivatives.quick.attention import unfused_attention
+from metagrad.core.attention import unfused_attention
 
 
 class Attention(nn.Module):

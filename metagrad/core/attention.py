@@ -22,7 +22,7 @@ class UnfusedAttention:
     The choice is one for all threads: the first that enters makes it, and the last that leaves takes it back.
 
     Example:
-        >>> from metagrad.autograd.derivatives.quick.attention import unfused_attention
+        >>> from metagrad.core.attention import unfused_attention
         >>> x = torch.eye(2)[None, None].requires_grad_()
         >>> with unfused_attention:
         ...     y = torch.nn.functional.scaled_dot_product_attention(x, x, x)
