@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.core.checks import check_count, check_number, check_positive
 from metagrad.core.tree import widened
 from metagrad.curvature.linear_map import LinearMap
@@ -284,6 +285,6 @@ def _largest(b: Tensor) -> Tensor:
 
 def _approximation(value: Tensor, residuals: Tensor, result: Result, matvecs: int) -> Solution:
     """Return what is no iteration as a solution of rows."""
-    norms = residuals.detach().norm(dim=-1)
+    norms = linalg.vector_norm(residuals.detach(), dim=-1)
     stats = Stats((result,) * max(1, norms.numel()), torch.zeros_like(norms).long(), norms, matvecs, None)
     return Solution(value, result, stats)

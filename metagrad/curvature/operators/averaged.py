@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.operators.operator import Operator, Wrapped
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Averaged(Wrapped):
         message = torch.cat([self.operator.products(vectors).detach(), mark.unsqueeze(1)], 1)
         dist.all_reduce(message, group=self.group)
         message = message / dist.get_world_size(self.group)
-        bound = torch.finfo(self.dtype).eps ** 0.5 * torch.linalg.vector_norm(vectors.detach(), dim=1)
+        bound = torch.finfo(self.dtype).eps ** 0.5 * linalg.vector_norm(vectors.detach(), dim=1)
         if bool(((message[:, -1] - mark).abs() > bound).any()):
             raise ValueError(
                 "Averaged(operator, group): the processes multiply different vectors. Give estimators generators of "

@@ -81,9 +81,9 @@ class Accumulated(Operator):
     def _products(self, vectors: Tensor) -> Tensor:
         return self._sum(lambda operator: [operator.products(vectors)])[0]
 
-    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+    def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
         self._refuse_closed()
-        return self._sum(lambda operator: [operator._block_products(block, vectors)])[0]
+        return self._sum(lambda operator: [operator.block_products(block, vectors)])[0]
 
     def evaluate(self) -> tuple[Tensor, Tensor]:
         """Return the loss of all data and its gradient, flat, from one pass."""

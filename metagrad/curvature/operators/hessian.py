@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import Recorded, recorded_gradient
+from metagrad.autograd.derivatives.recorded import recorded_gradient
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import is_list_or_tuple
 from metagrad.core.norms import every_order
@@ -118,10 +118,11 @@ def hessian(
             operator.count = count_of(_CALL, batch, known, says)
         return operator
 
-    is_alone = data is None or is_one_batch(data)
+    batches = () if data is None else data
+    is_alone = is_one_batch(batches)
     if is_alone:
-        return of_batch(() if data is None else data)
-    return checked_deterministic(Accumulated(_CALL, space, of_batch, data))
+        return of_batch(batches)
+    return checked_deterministic(Accumulated(_CALL, space, of_batch, batches))
 
 
 class HessianOperator(GraphOperator):
@@ -161,5 +162,5 @@ class HessianOperator(GraphOperator):
         super()._free()
 
     def _multiplier(self, places: Sequence[int] | None) -> Callable[[list[Tensor], bool], list[Tensor]]:
-        recorded: Recorded = self._recorded
-        return (recorded if places is None else recorded.block(places, is_symmetric=True)).pull
+        recorded = self._recorded if places is None else self._recorded.block(places, is_symmetric=True)
+        return recorded.pull

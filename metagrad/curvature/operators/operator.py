@@ -94,7 +94,7 @@ class Operator:
         """Multiply rows ``[k, n]`` of the right shape and dtype."""
         raise NotImplementedError
 
-    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+    def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
         """Multiply rows of a diagonal block: as vectors that are zero elsewhere, where no shorter way is known."""
         places = self.space.places(block)
         whole = vectors.new_zeros(len(vectors), self.space.size).index_copy(1, places, vectors)
@@ -359,7 +359,7 @@ class DiagonalBlock(Wrapped):
     """A diagonal block of an operator."""
 
     def _products(self, vectors: Tensor) -> Tensor:
-        return self.operator._block_products(self.space, vectors)
+        return self.operator.block_products(self.space, vectors)
 
 
 class GraphOperator(Operator):
@@ -405,9 +405,9 @@ class GraphOperator(Operator):
         raise NotImplementedError
 
     def _products(self, vectors: Tensor) -> Tensor:
-        return self._block_products(self.space, vectors)
+        return self.block_products(self.space, vectors)
 
-    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+    def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
         """Multiply rows of a diagonal block: the backward passes go no further than that."""
         self._refuse_closed()
         self._recorded.refuse_moved()
