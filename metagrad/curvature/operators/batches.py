@@ -82,6 +82,7 @@ class Accumulated(Operator):
         return self._sum(lambda operator: [operator.products(vectors)])[0]
 
     def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+        """Multiply rows of a diagonal block."""
         self._refuse_closed()
         return self._sum(lambda operator: [operator.block_products(block, vectors)])[0]
 
