@@ -4,7 +4,7 @@
 64 filters with an outer step of Adam. Sampling and meta-steps take turns, as in training: what is timed of a sampling
 is until the batch is on the device, and worker processes load while the meta-step runs. `memory` is as many images
 as of Omniglot in training, with rotations; `files` are 1000 PNG files of 105 x 105 pixels, which Pillow decodes and
-scales when they are drawn, in as many processes as the name says; those of `files-kept` are in a cache already.
+scales when they are drawn, in as many processes as the name says.
 """
 
 from __future__ import annotations

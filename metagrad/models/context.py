@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from metagrad.core.checks import check_count
 from metagrad.models.mlp import MLP
 
 if TYPE_CHECKING:
@@ -106,6 +107,4 @@ class FiLM(nn.Module):
 
 def new_context(call: str, size: int) -> nn.Parameter:
     """Return a context vector of zeros."""
-    if size < 1:
-        raise ValueError(f"{call}: the context must have one entry or more, got {size}.")
-    return nn.Parameter(torch.zeros(size))
+    return nn.Parameter(torch.zeros(check_count(call, size)))

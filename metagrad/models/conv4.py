@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from metagrad.core.checks import check_choice, check_count
 from metagrad.models.context import FiLM, new_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -86,13 +87,15 @@ class Conv4(nn.Sequential):
         context: int = 0,
     ) -> None:
         super().__init__()
-        _check_sizes({"ways": ways, "in_channels": in_channels, "hidden": hidden, "image_size": image_size})
+        for name, size in (("ways", ways), ("in_channels", in_channels), ("hidden", hidden)):
+            check_count(f"Conv4({name})", size)
+        check_count("Conv4(image_size)", image_size)
         for name, value, choices in (("pool", pool, POOLS), ("norm", norm, NORMS), ("head", head, HEADS)):
-            _check_choice(name, value, choices)
+            check_choice(f"Conv4({name})", value, choices)
         final_size = _final_size(image_size, pool)
         channels = [in_channels] + [hidden] * (NUM_BLOCKS - 1)
         self.context: nn.Parameter | None = new_context("Conv4(..., context)", context) if context else None
-        self.images: _Images = _Images((in_channels, image_size, image_size))
+        self.images: Images = Images("Conv4", in_channels, image_size)
         blocks = [_make_block(c, hidden, pool, norm, self.context) for c in channels]
         self.blocks: nn.Sequential = nn.Sequential(*blocks)
         mean = [nn.AdaptiveAvgPool2d(1)] if head == "mean" else []
@@ -100,17 +103,23 @@ class Conv4(nn.Sequential):
         self.head: nn.Linear = nn.Linear(hidden * (1 if head == "mean" else final_size**2), ways)
 
 
-class _Images(nn.Module):
-    """Refuses images of another shape."""
+class Images(nn.Module):
+    """Raise ``ValueError`` for what is not images of one shape, or of some least height and width."""
 
-    def __init__(self, shape: tuple[int, int, int]) -> None:
+    def __init__(self, call: str, channels: int, size: int | None = None, *, least: int = 1) -> None:
         super().__init__()
-        self.shape = shape
+        self.call, self.channels, self.size, self.least = call, channels, size, least
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 4 or x.shape[1:] != self.shape:
+        """Return the images."""
+        least = self.least if self.size is None else self.size
+        is_small = x.dim() == 4 and min(x.shape[2:]) < least
+        is_large = self.size is not None and x.shape[2:] != (self.size, self.size)
+        if x.dim() != 4 or x.shape[1] != self.channels or is_small or is_large:
+            size = "height, width" if self.size is None else f"{self.size}, {self.size}"
+            least = f" with sides of at least {self.least}" if self.size is None else ""
             raise ValueError(
-                f"Conv4(x): x must be [batch, {', '.join(map(str, self.shape))}], got {list(x.shape)}."
+                f"{self.call}(x): x must be [batch, {self.channels}, {size}]{least}, got {list(x.shape)}."
             )
         return x
 
@@ -135,14 +144,3 @@ def _final_size(image_size: int, pool: str) -> int:
             'Take larger images, or pool="stride".'
         )
     return image_size // 2**NUM_BLOCKS
-
-
-def _check_sizes(sizes: dict[str, int]) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"Conv4: {name} must be at least 1, got {size}.")
-
-
-def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"Conv4: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.models.conv4 import NORMS
+from metagrad.core.checks import check_choice, check_count, refuse
+from metagrad.models.conv4 import NORMS, Images
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,36 +66,17 @@ class ResNet12(nn.Sequential):
         norm: str = "batch",
     ) -> None:
         super().__init__()
-        if not widths or min(ways, in_channels, *widths) < 1:
-            raise ValueError(
-                f"ResNet12: ways, in_channels and all widths must be at least 1, got {ways}, {in_channels} and "
-                f"{list(widths)}."
-            )
-        if norm not in NORMS:
-            raise ValueError(f"ResNet12: norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}.")
-        self.images: _Images = _Images(in_channels, 2 ** len(widths))
+        check_count("ResNet12(ways)", ways)
+        check_count("ResNet12(in_channels)", in_channels)
+        if not widths or min(widths) < 1:
+            refuse("ResNet12(widths)", "one or more ints of 1 or more", list(widths))
+        check_choice("ResNet12(norm)", norm, NORMS)
+        self.images: Images = Images("ResNet12", in_channels, least=2 ** len(widths))
         self.blocks: nn.Sequential = nn.Sequential(
             *(_Block(a, b, norm) for a, b in pairwise([in_channels, *widths]))
         )
         self.features: nn.Sequential = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(1))
         self.head: nn.Linear = nn.Linear(widths[-1], ways)
-
-
-class _Images(nn.Module):
-    """Refuses images with other channels, and those too small to be halved by every block."""
-
-    def __init__(self, channels: int, least_size: int) -> None:
-        super().__init__()
-        self.channels: int = channels
-        self.least_size: int = least_size
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 4 or x.shape[1] != self.channels or min(x.shape[2:]) < self.least_size:
-            raise ValueError(
-                f"ResNet12(x): x must be [batch, {self.channels}, height, width], height and width at least "
-                f"{self.least_size}, got {list(x.shape)}."
-            )
-        return x
 
 
 class _Block(nn.Module):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from metagrad.core.checks import check_count
 from metagrad.core.norms import layer_norm
 
 if TYPE_CHECKING:
@@ -144,10 +145,9 @@ def _check(
         raise ValueError(
             f"Transformer: with patch={patch}, input_shape must be {axes}, at least 1 each, got {tuple(input_shape)}."
         )
-    sizes = {"outputs": outputs, "patch": 1 if patch is None else patch, "width": width, "heads": heads}
-    for name, size in {**sizes, "depth": depth}.items():
-        if size < 1:
-            raise ValueError(f"Transformer: {name} must be at least 1, got {size}.")
+    sizes = {"outputs": outputs, "patch": patch or 1, "width": width, "heads": heads, "depth": depth}
+    for name, size in sizes.items():
+        check_count(f"Transformer({name})", size)
     if patch is not None and any(size % patch for size in input_shape[1:]):
         raise ValueError(f"Transformer: patch must divide the image {tuple(input_shape[1:])}, got {patch}.")
     if width % heads:

@@ -50,5 +50,5 @@ def test_blocks_share_one_context_and_at_zero_it_changes_nothing():
 
 def test_a_context_needs_an_entry():
     for make in (lambda: ContextInput(0), lambda: Conv4(2, context=-1)):
-        with pytest.raises(ValueError, match="the context must have one entry or more, got"):
+        with pytest.raises(ValueError, match="expected an int of 1 or more, got"):
             make()

@@ -24,11 +24,6 @@ def test_the_formula():
     torch.testing.assert_close(model(x), torch.tanh(x @ w1.T + b1) @ w2.T + b2, rtol=0, atol=1e-14)
 
 
-def test_the_activation_is_relu_unless_said_and_never_last():
-    assert [type(layer) for layer in MLP([1, 2, 1])] == [nn.Linear, nn.ReLU, nn.Linear]
-    assert not any(layer.inplace for layer in MLP([1, 2, 2, 1]) if isinstance(layer, nn.ReLU))
-
-
 @pytest.mark.parametrize("sizes", [[], [3], [1, 0, 1], [2, -1]])
 def test_sizes_that_make_no_network(sizes):
     with pytest.raises(ValueError, match=r"MLP\(sizes\): sizes must be the features of input, .* got \["):
