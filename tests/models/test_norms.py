@@ -20,15 +20,9 @@ def affine(size):
 LAYERS = {
     "layer": (lambda: nn.LayerNorm(5), (4, 5)),
     "layer over two axes": (lambda: nn.LayerNorm((3, 5)), (2, 3, 5)),
-    "layer without bias": (lambda: nn.LayerNorm(5, bias=False), (4, 5)),
     "batch": (lambda: nn.BatchNorm1d(3), (6, 3)),
     "batch of images": (lambda: nn.BatchNorm2d(3), (4, 3, 2, 2)),
     "batch in evaluation": (lambda: nn.BatchNorm1d(3).eval(), (6, 3)),
-    "batch without affine or statistics": (
-        lambda: nn.BatchNorm1d(3, affine=False, track_running_stats=False),
-        (6, 3),
-    ),
-    "batch, all batches alike": (lambda: nn.BatchNorm1d(3, momentum=None), (6, 3)),
     "instance": (lambda: nn.InstanceNorm2d(3), (2, 3, 3, 2)),
     "instance with affine and statistics": (
         lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
