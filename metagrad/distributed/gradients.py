@@ -12,6 +12,7 @@ from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import check_number
 from metagrad.distributed import rows
 from metagrad.distributed.agreement import CALL, LAYOUTS, agreed, joined, named_tensors
+from metagrad.distributed.averaged import note_average
 from metagrad.distributed.buckets import weighted_sums
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def average_gradients(
             param.grad = None
         elif layouts[name] == 1 and param.grad is not None:
             param.grad = param.grad.to_coo()  # type: ignore[reportAttributeAccessIssue]
+        if param.grad is not None:
+            note_average(param.grad)
     reduced = sum(param.nbytes for param in dense) + 8 * (1 + len(LAYOUTS) * len(named))
     return Traffic(group.size(), reduced, gathered)
 

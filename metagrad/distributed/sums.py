@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,36 +12,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _ADVICE = "Give every process the same seed, or send it from one of them by torch.distributed.broadcast."
-
-
-def sums(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Add tensors up over processes, in one all-reduce for each dtype and device; without a graph."""
-    found: dict[int, Tensor] = {}
-    for numbers in alike(tensors):
-        flat = torch.cat([tensors[n].detach().reshape(-1) for n in numbers])
-        dist.all_reduce(flat, group=group)
-        pieces = flat.split_with_sizes([tensors[n].numel() for n in numbers])
-        found |= {n: piece.view(tensors[n].shape) for n, piece in zip(numbers, pieces, strict=True)}
-    return [found[number] for number in range(len(tensors))]
-
-
-def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Put tensors of one dtype and device together, in their order; return their numbers."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for number, tensor in enumerate(tensors):
-        kinds[tensor.dtype, tensor.device].append(number)
-    return list(kinds.values())
-
-
-def unions(numbers: Mapping[str, Tensor], device: torch.device, group: ProcessGroup) -> dict[str, Tensor]:
-    """Return by name the numbers that any process has, ascending; some processes may not have some names."""
-    everyone: list[Mapping[str, Tensor]] = [{}] * group.size()
-    dist.all_gather_object(everyone, {name: found.cpu() for name, found in numbers.items()}, group=group)
-    names = dict.fromkeys(name for of_process in everyone for name in of_process)
-    return {
-        name: torch.cat([found[name] for found in everyone if name in found]).unique().to(device)
-        for name in names
-    }
 
 
 def refuse_different(

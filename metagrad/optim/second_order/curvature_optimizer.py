@@ -19,7 +19,7 @@ from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
-from metagrad.distributed.averaged import share_in
+from metagrad.distributed.averaged import is_average
 from metagrad.optim.hyperparameters import check_count, check_hyperparameter
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, RuleOptimizer, as_number
 
@@ -234,7 +234,7 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _refuse_averaged(self) -> None:
         """Raise ``ValueError`` for gradients of several processes beside the curvature of one."""
-        if any(share_in(p.grad) is not None for group in self.param_groups for p in group["params"]):
+        if any(is_average(p.grad) for group in self.param_groups for p in group["params"]):
             raise ValueError(
                 f"{type(self).__name__}.step: the gradients are means over several processes, and the curvature is "
                 "that of this process, so the parameters of the processes would drift apart. Use an optimizer that "
