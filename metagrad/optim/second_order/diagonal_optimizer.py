@@ -12,11 +12,11 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.checks import warn
 from metagrad.core.tree import widened
-from metagrad.optim.probes import as_rows
 from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, WeightedLoss
 from metagrad.optim.second_order.probes import generators_of
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import Group, Work
+from metagrad.optim.torch_optim.sparse_gradients import as_rows
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from metagrad.core._torch import averaging_wrapper
-from metagrad.core.checks import check_choice
+from metagrad.core._torch import averaging_wrapper, linalg
+from metagrad.core.checks import check_choice, is_a
 from metagrad.core.tree import widened
 from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.rule import Params
@@ -51,15 +51,18 @@ class ObservedCall:
         return self in other.open_before or other in self.open_before
 
 
+Report: TypeAlias = "weakref.WeakMethod[Callable[..., Any]]"
+"""A method of an optimizer, as long as that exists."""
+
+
 class LayerHook:
     """A forward hook that reports a layer's calls to an optimizer, as long as that exists.
 
     A copied hook, as of a model that is copied or pickled, is inert: a copy of the optimizer sets its own hooks.
     """
 
-    def __init__(self, optimizer: KFAC | None = None, name: str = "") -> None:
-        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self.name = name
+    def __init__(self, called: Report | None = None, returned: Report | None = None, name: str = "") -> None:
+        self.called, self.returned, self.name = called, returned, name
 
     def __reduce__(self) -> tuple[type[LayerHook], tuple[()]]:
         return LayerHook, ()
@@ -68,31 +71,28 @@ class LayerHook:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
         """Note a call whose gradient is wanted."""
-        optimizer = None if self.optimizer is None else self.optimizer()
-        if optimizer is None or not torch.is_grad_enabled() or not output.requires_grad:
+        called = None if self.called is None else self.called()
+        if called is None or not torch.is_grad_enabled() or not output.requires_grad:
             return None
         if averaging_wrapper() is not None:
             raise ValueError(
                 "KFAC(model): DistributedDataParallel averages the gradients, and the factors would be those of this "
                 "process, so that parameters would drift apart. Use an optimizer that takes gradients alone."
             )
-        call = optimizer._called(self.name, args[0] if args else kwargs["input"])
+        call: ObservedCall | None = called(self.name, args[0] if args else kwargs["input"])
         if call is None:
             return None
         output = without_base(output)
         # The graph holds the call, and the call holds nothing of the graph.
-        output.register_hook(_Noting(self.optimizer, self.name, call))
+        report, name = self.returned, self.name
+
+        def note(gradient: Tensor) -> None:
+            returned = None if report is None else report()
+            if returned is not None:
+                returned(name, call, gradient.detach())
+
+        output.register_hook(note)  # type: ignore[reportUnknownMemberType]
         return output
-
-
-class _Noting:
-    def __init__(self, optimizer: weakref.ref[KFAC] | None, name: str, call: ObservedCall) -> None:
-        self.optimizer, self.name, self.call = optimizer, name, call
-
-    def __call__(self, gradient: Tensor) -> None:
-        optimizer = None if self.optimizer is None else self.optimizer()
-        if optimizer is not None:
-            optimizer._returned(self.name, self.call, gradient.detach())
 
 
 class KFAC(CurvatureOptimizer):
@@ -207,7 +207,7 @@ class KFAC(CurvatureOptimizer):
         seed: int | None = None,
     ) -> None:
         defaults = options_of(locals())
-        if not isinstance(model, nn.Module):
+        if not is_a(model, nn.Module):
             raise TypeError(
                 f"KFAC(model): model must be the nn.Module whose layers are observed, got {type(model).__name__}. "
                 "Pass the model itself; params= takes groups of its parameters."
@@ -234,8 +234,9 @@ class KFAC(CurvatureOptimizer):
             self._set_hooks()
 
     def _set_hooks(self) -> None:
+        reports = weakref.WeakMethod(self._called), weakref.WeakMethod(self._returned)
         self._handles.extend(
-            layer.register_forward_hook(LayerHook(self, name), with_kwargs=True)
+            layer.register_forward_hook(LayerHook(*reports, name), with_kwargs=True)
             for name, layer in self._layers.items()
         )
         weakref.finalize(self, _remove, self._handles)
@@ -397,8 +398,9 @@ class KFAC(CurvatureOptimizer):
         """Return the directions of a group, how much of them is taken, and the blocks of layers that are new."""
         own = {name: params[name] for name in map(self._names.__getitem__, group["params"]) if name in params}
         damping, decay = as_number(group["damping"]), as_number(group["decay"])
-        directions, blocks = {name: widened(p.grad) for name, p in own.items()}, {}
-        change = 0.0
+        grads: Params = {name: widened(p.grad) for name, p in own.items() if p.grad is not None}
+        directions: Params = dict(grads)
+        blocks: dict[str, Any] = {}
         for name, p in own.items():
             if name not in self._layers:
                 continue
@@ -421,8 +423,8 @@ class KFAC(CurvatureOptimizer):
                 directions[self._names[bias]] = direction[:, -1].contiguous()
         length: float | Tensor = 1.0
         if group["kl_clip"] is not None and directions:
-            pairs = [(directions[name], widened(p.grad)) for name, p in own.items()]
-            changes = [torch.linalg.vecdot(d.flatten(), g.to(d.dtype).flatten()) for d, g in pairs]
+            pairs = [(directions[name], g) for name, g in grads.items()]
+            changes = [linalg.vecdot(d.flatten(), g.to(d.dtype).flatten()) for d, g in pairs]
             change = as_number(group["lr"]) ** 2 * torch.stack([c.to(changes[0]) for c in changes]).sum()
             # The root is not taken where nothing changes, or nothing is too long.
             clip = as_number(group["kl_clip"])

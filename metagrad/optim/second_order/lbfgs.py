@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.grad import refuse_complex
-from metagrad.core._torch import linalg
+from metagrad.core._torch import backward, linalg, to_list
 from metagrad.core.checks import check_choice
 from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.rule import Params
@@ -76,7 +76,7 @@ class History:
 
     def add(self, move: Tensor, change: Tensor, *, most: int) -> None:
         """Add a pair, if it has the curvature that keeps the matrix positive definite; ``most`` are kept."""
-        curvature, squared = torch.stack([move.dot(change), change.dot(change)]).tolist()
+        curvature, squared = to_list(torch.stack([move.dot(change), change.dot(change)]))
         if not curvature > torch.finfo(move.dtype).eps * squared:
             return
         kept = min(len(self.moves), most - 1)
@@ -222,7 +222,7 @@ class LBFGS(VectorOptimizer):
         if self.state:
             result = super()._evaluated(closure)
         else:  # the first call is watched for a wrapper that averages gradients, and no losses
-            with LossRecorder(Tensor.backward, note_losses=False):
+            with LossRecorder(backward, note_losses=False):
                 result = super()._evaluated(closure)
         self._value = self._loss_of(result)
         return result

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metagrad.core._torch import backward, linalg
 from metagrad.core.checks import check_number
 from metagrad.curvature.solvers.solution import SolveError
 from metagrad.optim.hyperparameters import check_count
@@ -136,7 +137,8 @@ def least_squares(
         check_number(f"least_squares(..., {name})", tolerance, 0)
     given = {"params": params} if isinstance(params, Tensor) else params
     variables = {key: p.detach().clone().requires_grad_() for key, p in given.items()}
-    opt = GaussNewton(list(variables.items()), **{"progress": None, "nonfinite": "skip", **options})
+    settings: dict[str, Any] = {"progress": None, "nonfinite": "skip", **options}
+    opt = GaussNewton(list(variables.items()), **settings)
 
     def shaped() -> P:
         values = {key: p.detach() for key, p in variables.items()}
@@ -149,7 +151,7 @@ def least_squares(
     def closure() -> Tensor:
         opt.zero_grad()
         loss = half_of_squares()
-        loss.backward()
+        backward(loss)
         return loss
 
     before, products, step = None, 0, 0
@@ -203,7 +205,7 @@ def _ending(
     if agrees and old_loss - loss < max(ftol, eps) * old_loss:
         return LeastSquaresResult.LOSS
     xtol = max(xtol, eps)
-    if agrees and float((at - old).norm()) < xtol * (xtol + float(at.norm())):
+    if agrees and float(linalg.vector_norm(at - old)) < xtol * (xtol + float(linalg.vector_norm(at))):
         return LeastSquaresResult.STEP
     return None
 

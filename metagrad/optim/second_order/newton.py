@@ -11,6 +11,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.recorded import Recorded
+from metagrad.core._torch import linalg
 from metagrad.core.checks import check_choice
 from metagrad.core.tree import HALF, widened
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
@@ -82,7 +83,8 @@ class Curvature:
         size = v.abs().amax() if self._is_half else None
         if size is not None:
             v = v / torch.where(size == 0, 1, size)
-        pieces, total = split(v, self._params), {}
+        pieces = split(v, self._params)
+        total: Params = {}
         for recorded, loss in self._parts:
             own = [pieces[key].to(p.dtype) for key, p in recorded.params.items()]
             for key, product in zip(recorded.params, self._product(recorded, loss, own), strict=True):
@@ -176,7 +178,7 @@ def conjugate_gradients(
         metric = torch.where(is_sound, metric, 1.0)
     run = ConjugateGradients(
         lambda rows, active: multiply(rows[0])[None],
-        tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * b.norm().reshape(1),
+        tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * linalg.vector_norm(b).reshape(1),
         precondition=None if metric is None else lambda rows: rows / metric,
         progress=progress,
         follows_negative=True,
@@ -570,7 +572,7 @@ class NewtonCG(VectorOptimizer):
         """Return what the closure calls ``backward`` on at other parameters."""
         values: list[Tensor] = []
 
-        def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+        def backward(loss: Tensor, gradient: Tensor | None = None, *_: Any, **__: Any) -> None:
             values.append(scalar_of(loss, gradient))
 
         with self._elsewhere(params, w) as closure, LossRecorder(backward, note_losses=False):

@@ -21,9 +21,9 @@ from metagrad.core.modules import refuse_sharded
 from metagrad.core.tree import widened
 from metagrad.distributed.sums import everywhere, refuse_different
 from metagrad.optim.per_parameter import check_real
-from metagrad.optim.probes import as_rows
 from metagrad.optim.rule import Params, documented_fields, with_arguments
 from metagrad.optim.torch_optim.move import Change, step_whole
+from metagrad.optim.torch_optim.sparse_gradients import as_rows
 from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
 from metagrad.sparse.tables.row_sparse import RowSparse
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import metagrad as mg
 from metagrad import sparse
 from metagrad.distributed.rows import part_of
-from metagrad.optim.probes import as_rows
+from metagrad.optim.torch_optim.sparse_gradients import as_rows
 from metagrad.sparse import Pattern, RowSparse, Segments, SparsePolicy, SparseTensor
 from metagrad.sparse.tables.embedding import reduce_bags
 
