@@ -2,48 +2,53 @@
 
 Every method computes the meta-gradient of the same batch from the same weights. First all are compared in float64;
 then each runs in fresh processes, which take turns in a new order each round. Printed are medians, and ratios to the
-textbook loop within a round, which are what to quote; absolute times belong to the machine. `memory` weighs loops of
-1 to 200 steps instead. Needed is torch alone; higher, learn2learn, TorchOpt and JAX are run where they are installed.
+textbook loop within a round, which are what to quote; absolute times belong to the machine. Only torch is
+needed; higher, learn2learn, TorchOpt and JAX are run where they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from experiments.benchmarks.maml import report, runner, slopes
-from experiments.benchmarks.maml.methods import METHODS
+from experiments.benchmarks.maml import runner
+from experiments.benchmarks.maml.methods import ANOTHER, BASELINE, METHODS
+from experiments.benchmarks.maml.runner import ROUNDING, Record, Records, ratios
 from experiments.benchmarks.maml.workloads import WORKLOADS, load
 from experiments.run import provenance
+from experiments.run.files import write_text
 from experiments.run.progress import Progress
 
 QUICK = ("sinusoid", "mlp-20")
+MIB = 2**20
+HEADER = f"{'':30}{'median ms':>10}{'faster':>9}  {'in the rounds':15}{'peak MiB':>10}{'of loop':>9}{'compile s':>14}"
+
+
+LEGEND = (
+    "faster: the loop's time over the method's, the median over the rounds, and its range. compile s: of the first "
+    "process, and of later ones, which find the compiler's cache. *: as XLA states it, else "
+    "by torch's allocator."
+)
 
 
 def main() -> None:
     """Run what the command line names, by default everything."""
     arguments = parsed()
-    results: dict[str, runner.Records] = {}
-    growths: dict[str, slopes.Growth] = {}
+    results: dict[str, Any] = {}
     with runner.processes(arguments.threads, arguments.limit) as ask:
         for name in arguments.workloads:
-            if name == slopes.WORKLOAD:
-                methods = [method for method in slopes.METHODS if method in arguments.methods]
-                total = sum(len(slopes.steps_of(method)) for method in methods)
-                with Progress(total=total, unit="run", leave=False) as bar:
-                    growths = slopes.grow_all(runner.counted(ask, bar), methods)
-                print(slopes.table(load(name).about, growths), end="\n\n", flush=True)
-            else:
-                results[name] = run(ask, name, arguments)
-            write(arguments.out, results, growths)
-    print(report.LEGEND)
+            results[name] = runner.as_json(run(ask, name, arguments))
+            everything = {"provenance": provenance.start(seed=0), "workloads": results}
+            write_text(arguments.out / "bench.json", json.dumps(everything, indent=2) + "\n")
+    print(LEGEND)
 
 
-def run(ask: runner.Ask, name: str, arguments: argparse.Namespace) -> runner.Records:
+def run(ask: runner.Ask, name: str, arguments: argparse.Namespace) -> Records:
     """Compare, measure and print one workload."""
     work = load(name)
     methods = [method for method in arguments.methods if not work.methods or method in work.methods]
@@ -52,21 +57,46 @@ def run(ask: runner.Ask, name: str, arguments: argparse.Namespace) -> runner.Rec
         counted = runner.counted(ask, bar)
         records = runner.agreement(counted, name, methods)
         runner.measure(counted, name, records, rounds=arguments.rounds, seconds=arguments.seconds)
-    print(report.table(name, work.about, records), end="\n\n", flush=True)
+    print(table(name, work.about, records), end="\n\n", flush=True)
     return records
 
 
-def write(folder: Path, results: dict[str, runner.Records], growths: dict[str, slopes.Growth]) -> None:
-    """Write what has been measured so far."""
-    folder.mkdir(parents=True, exist_ok=True)
-    everything = {
-        "provenance": provenance.start(seed=0),
-        "workloads": {name: runner.as_json(records) for name, records in results.items()},
-        "memory": {method: asdict(growth) for method, growth in growths.items()},
-    }
-    (folder / "bench.json").write_text(json.dumps(everything, indent=2) + "\n")
-    if results:
-        report.chart(folder / "bench.png", results)
+def table(name: str, about: str, records: Records) -> str:
+    """Format medians, ratios to the loop, peaks, compile times, and what did not run or is wrong."""
+    return "\n".join([f"{name}: {about}", HEADER, *(_line(method, records) for method in records)])
+
+
+def _line(method: str, records: Records) -> str:
+    record, loop = records[method], records[BASELINE]
+    if not record.rounds:
+        return f"{method:30}{record.note}"
+    found = ratios(record, loop)
+    milliseconds = 1000 * statistics.median(answer["median"] for answer in record.rounds)
+    spread = f"{found.lowest:.2f} to {found.highest:.2f}"
+    return (
+        f"{method:30}{milliseconds:10.1f}{found.faster:8.2f}x  {spread:15}{_peak(record, found.memory)}"
+        f"{_compile(record):>14}{'   another gradient' if method == ANOTHER else _wrong(record)}"
+    )
+
+
+def _peak(record: Record, of_loop: float | None) -> str:
+    if record.peak is None or of_loop is None:
+        return f"{'':19}"
+    mark = "*" if record.rounds[0]["peak_by"] == "compiler" else " "
+    return f"{record.peak / MIB:9.2f}{mark}{of_loop:8.2f}x"
+
+
+def _compile(record: Record) -> str:
+    """Say what compiling took in the first process, and with what that left in the cache."""
+    cold, *warm = record.compile_seconds
+    if cold < 1:
+        return ""
+    return f"{cold:.1f}, {statistics.median(warm):.1f}" if warm else f"{cold:.1f}"
+
+
+def _wrong(record: Record) -> str:
+    error = record.error or 0.0
+    return "" if error < ROUNDING else f"   wrong by {100 * error:.1g} %"
 
 
 def parsed() -> argparse.Namespace:
@@ -99,7 +129,7 @@ def parsed() -> argparse.Namespace:
         "--out",
         type=Path,
         default=Path("outputs/bench"),
-        help="where bench.json and bench.png go (outputs/bench)",
+        help="where bench.json goes (outputs/bench)",
     )
     arguments = parser.parse_args()
     if arguments.quick:

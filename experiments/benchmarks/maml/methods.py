@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import metagrad as mg
-from experiments.benchmarks.maml import rival_jax, rivals
+from experiments.benchmarks.maml import rival_jax
 from experiments.benchmarks.maml.workloads import Workload
 from metagrad.core.budget import Memory
 from metagrad.tasks import Batch
@@ -140,6 +140,52 @@ def prepare_all(work: Workload) -> Prepared:
     return prepare_maml(dataclasses.replace(work, adapt=""), memory="full")
 
 
+def higher_loop(work: Workload) -> Tensor:
+    """Loop over tasks by higher's inner-loop context (Grefenstette et al. 2019)."""
+    import higher  # type: ignore[reportMissingImports]
+
+    losses = []
+    inner = torch.optim.SGD(work.model.parameters(), lr=work.lr)
+    for x, y, query_x, query_y in zip(*work.batch.support, *work.batch.query, strict=True):
+        with higher.innerloop_ctx(work.model, inner, copy_initial_weights=False) as (fast, optimizer):
+            for _ in range(work.steps):
+                optimizer.step(work.loss_fn(fast(x), y))
+            losses.append(work.loss_fn(fast(query_x), query_y))
+    return torch.stack(losses).mean()
+
+
+def learn2learn_loop(work: Workload) -> Tensor:
+    """Loop over tasks by learn2learn's clones (Arnold et al. 2020); where a part adapts, of that, behind features."""
+    import learn2learn  # type: ignore[reportMissingImports]
+
+    layers = dict(work.model.named_children()) if work.adapt else {}
+    maml = learn2learn.algorithms.MAML(layers.pop(work.adapt, work.model), lr=work.lr)
+    features = nn.Sequential(*layers.values())
+    losses = []
+    for x, y, query_x, query_y in zip(*work.batch.support, *work.batch.query, strict=True):
+        fast, support = maml.clone(), features(x)
+        for _ in range(work.steps):
+            fast.adapt(work.loss_fn(fast(support), y))
+        losses.append(work.loss_fn(fast(features(query_x)), query_y))
+    return torch.stack(losses).mean()
+
+
+def torchopt_loop(work: Workload) -> Tensor:
+    """Loop over tasks by TorchOpt's differentiable optimizer (Ren et al. 2023), taken back after each task."""
+    import torchopt  # type: ignore[reportMissingImports]
+
+    losses = []
+    inner = torchopt.MetaSGD(work.model, lr=work.lr)
+    start = [torchopt.extract_state_dict(part, by="reference") for part in (work.model, inner)]
+    for x, y, query_x, query_y in zip(*work.batch.support, *work.batch.query, strict=True):
+        for _ in range(work.steps):
+            inner.step(work.loss_fn(work.model(x), y))
+        losses.append(work.loss_fn(work.model(query_x), query_y))
+        for part, state in zip((work.model, inner), start, strict=True):
+            torchopt.recover_state_dict(part, state)
+    return torch.stack(losses).mean()
+
+
 MEMORY: tuple[str, ...] = ("full", "step", "sqrt", "budget")
 
 METHODS: dict[str, Method] = {
@@ -154,9 +200,9 @@ METHODS: dict[str, Method] = {
     ANOTHER: Method(prepare_all),
     "torch.func grad + vmap": of_loss(torch_func),
     "torch.func, one compiled function": Method(prepare_by_hand),
-    "higher": Method(of_loss(rivals.higher_loop).prepare, "higher"),
-    "learn2learn": Method(of_loss(rivals.learn2learn_loop).prepare, "learn2learn"),
-    "TorchOpt": Method(of_loss(rivals.torchopt_loop).prepare, "torchopt"),
+    "higher": Method(of_loss(higher_loop).prepare, "higher"),
+    "learn2learn": Method(of_loss(learn2learn_loop).prepare, "learn2learn"),
+    "TorchOpt": Method(of_loss(torchopt_loop).prepare, "torchopt"),
     "JAX jit": Method(lambda work: Prepared(*rival_jax.compiled(work, checkpoint=False)), "jax"),
     "JAX jit, checkpoint": Method(lambda work: Prepared(*rival_jax.compiled(work, checkpoint=True)), "jax"),
 }

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from experiments.benchmarks.maml.methods import METHODS, Prepared, RefusedError
-from experiments.benchmarks.maml.workloads import Workload, load
+from experiments.benchmarks.maml.workloads import load
 from experiments.run.allocations import peak_bytes
 from metagrad.sparse import RowSparse
 
@@ -32,7 +32,6 @@ class Request:
     Attributes:
         workload: Its name.
         method: Its name.
-        steps: Another number of inner steps; None for the workload's.
         save: Where the gradient in float64 goes; empty if it is to be measured, in float32.
         seconds: How long to time; 0 times nothing.
         weigh: Whether to measure the peak.
@@ -40,7 +39,6 @@ class Request:
 
     workload: str
     method: str
-    steps: int | None = None
     save: str = ""
     seconds: float = 0.0
     weigh: bool = False
@@ -55,7 +53,7 @@ def answer(request: Request) -> dict[str, Any]:
     method = METHODS[request.method]
     if method.package and not _is_installed(method.package):
         return {"refused": "not installed"}
-    work = load(request.workload, request.steps)
+    work = load(request.workload)
     work = work.double() if request.save else work
     try:
         start = time.perf_counter()
@@ -67,7 +65,7 @@ def answer(request: Request) -> dict[str, Any]:
     if request.save:
         np.save(request.save, np.concatenate([_dense(part).ravel() for part in gradient]))
         return {}
-    return _measured(prepared, work, request, first)
+    return _measured(prepared, request, first)
 
 
 def _dense(part: Any) -> np.ndarray:
@@ -93,8 +91,8 @@ def _first(prepared: Prepared) -> Any:
     return gradient
 
 
-def _measured(prepared: Prepared, work: Workload, request: Request, first: float) -> dict[str, Any]:
-    result: dict[str, Any] = {"first": first, "state_bytes": work.state_bytes}
+def _measured(prepared: Prepared, request: Request, first: float) -> dict[str, Any]:
+    result: dict[str, Any] = {"first": first}
     if request.seconds:
         times = durations(prepared.run, request.seconds)
         result |= {"median": statistics.median(times), "min": min(times), "calls": len(times)}

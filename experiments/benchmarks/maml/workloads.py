@@ -54,22 +54,16 @@ class Workload:
         """The parameters that adapt."""
         return {name: p for name, p in self.params.items() if name.startswith(self.adapt)}
 
-    @property
-    def state_bytes(self) -> int:
-        """The bytes of the adapted parameters of all tasks."""
-        return self.batch.num_tasks * sum(p.nbytes for p in self.adapted.values())
-
     def double(self) -> Workload:
         """Return the same problem in float64, from the same weights."""
         model = copy.deepcopy(self.model).double()
         return replace(self, model=model, batch=self.batch.to(dtype=torch.float64), budget=2 * self.budget)
 
 
-def load(name: str, steps: int | None = None) -> Workload:
+def load(name: str) -> Workload:
     """Make a workload: the same weights and the same batch in every process."""
     torch.manual_seed(0)
-    work = WORKLOADS[name]()
-    return work if steps is None else replace(work, steps=steps)
+    return WORKLOADS[name]()
 
 
 def sinusoid(steps: int) -> Workload:
@@ -86,16 +80,16 @@ def sinusoid(steps: int) -> Workload:
     )
 
 
-def mlp(steps: int, rows: int = 32) -> Workload:
+def mlp(steps: int) -> Workload:
     """A wide MLP and one task: nothing to batch."""
     generator = torch.Generator().manual_seed(0)
 
     def examples() -> Examples:
-        x = torch.randn(1, rows, 128, generator=generator)
-        return Examples(x, torch.randint(10, (1, rows), generator=generator))
+        x = torch.randn(1, 32, 128, generator=generator)
+        return Examples(x, torch.randint(10, (1, 32), generator=generator))
 
     return Workload(
-        f"MLP 128-512-512-512-10, one task of {rows} rows, {steps} steps",
+        f"MLP 128-512-512-512-10, one task of 32 rows, {steps} steps",
         mg.models.MLP([128, 512, 512, 512, 10]),
         F.cross_entropy,
         Batch(examples(), examples()),
@@ -196,7 +190,6 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "anil-4-5-shots": partial(anil, 4, 5, 5),
     "transformer-5": partial(transformer, 2, 4, 4, 5),
     "transformer-20": partial(transformer, 2, 4, 4, 20),
-    "memory": partial(mlp, 50, rows=256),
     "table-10k": partial(table, 10**4),
     "table-100k": partial(table, 10**5),
     "table-1m": partial(table, 10**6),

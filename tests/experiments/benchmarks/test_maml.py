@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import metagrad as mg
 from experiments.benchmarks.maml import __main__ as program
-from experiments.benchmarks.maml import methods, report, runner, slopes, worker, workloads
+from experiments.benchmarks.maml import methods, runner, worker, workloads
 from experiments.benchmarks.maml.methods import ANOTHER, BASELINE, METHODS, Method, Prepared, RefusedError
 from experiments.benchmarks.maml.runner import Record
 from experiments.benchmarks.maml.worker import Request
@@ -76,7 +76,7 @@ def test_a_part_of_the_model_adapts(monkeypatch):
     assert max(errors.values()) < runner.ROUNDING
     records[ANOTHER].rounds = answers(1.0)
     records[BASELINE].rounds = answers(1.0)
-    assert report.table("tiny", "two tasks", records).endswith("another gradient")
+    assert program.table("tiny", "two tasks", records).endswith("another gradient")
     assert ask(Request("sinusoid", ANOTHER)) == {"refused": "all parameters adapt anyway"}
 
 
@@ -111,7 +111,7 @@ def test_what_is_not_installed_is_listed_as_such(name, monkeypatch, capsys):
     monkeypatch.setitem(METHODS, name, Method(METHODS[name].prepare, "no_such_package"))
     records = runner.agreement(ask, "tiny", [BASELINE, name])
     runner.measure(ask, "tiny", records, rounds=1, seconds=0.001)
-    lines = report.table("tiny", "two tasks", records).splitlines()
+    lines = program.table("tiny", "two tasks", records).splitlines()
     assert lines[-1].split(maxsplit=name.count(" ") + 1)[-1] == "not installed"
 
 
@@ -155,7 +155,7 @@ def test_a_rival_that_is_wrong_is_marked(monkeypatch):
     monkeypatch.setitem(METHODS, "a rival", scaled(1.001))
     records = runner.agreement(ask, "tiny", ["a rival"])
     runner.measure(ask, "tiny", records, rounds=1, seconds=0.001)
-    assert report.table("tiny", "", records).splitlines()[-1].endswith("wrong by 0.1 %")
+    assert program.table("tiny", "", records).splitlines()[-1].endswith("wrong by 0.1 %")
 
 
 def refuses(work: workloads.Workload) -> Prepared:
@@ -213,7 +213,7 @@ def test_the_table_says_what_was_measured():
         BASELINE: Record(error=0.0, rounds=answers(1.0, 1.0, peak=2**20)),
         "JAX jit": Record(error=0.0, rounds=[stated, answers(0.5, first=4.5)[0]]),
     }
-    lines = report.table("tiny", "two tasks", records).splitlines()
+    lines = program.table("tiny", "two tasks", records).splitlines()
     assert lines[0] == "tiny: two tasks"
     assert lines[2].split() == [*BASELINE.split(), "1000.0", "1.00x", "1.00", "to", "1.00", "1.00", "1.00x"]
     assert lines[3].split() == [
@@ -236,26 +236,6 @@ def test_times_for_the_seconds_asked_and_at_least_three_calls():
     assert len(worker.durations(lambda: None, 0.01)) > worker.FEWEST_CALLS
 
 
-def test_the_slope_is_that_of_the_line():
-    growth = slopes.Growth({steps: 7 + 3 * steps for steps in (1, 10, 50)} | {slopes.FAR: 0}, state_bytes=1)
-    assert growth.slope == pytest.approx(3.0)
-
-
-@pytest.mark.slow
-def test_peaks_grow_by_a_state_for_each_recomputed_step(monkeypatch):
-    monkeypatch.setattr(slopes, "WORKLOAD", "tiny")
-    found = slopes.grow_all(ask, [BASELINE, 'metagrad, "step"'])
-    assert found['metagrad, "step"'].slope < found[BASELINE].slope
-    lines = slopes.table("two tasks", found).splitlines()
-    assert [line[:30].strip() for line in lines[2:]] == list(found)
-    assert found[BASELINE].state_bytes == tiny().state_bytes == 2 * 13 * 4
-
-
-def test_a_method_that_refuses_has_no_slope():
-    found = {"JAX jit": slopes.grow(lambda request: {"refused": "not installed"}, "JAX jit", [1, 2])}
-    assert slopes.table("two tasks", found).splitlines()[-1].split(maxsplit=2)[2] == "1 steps: not installed"
-
-
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     def main(*arguments: str) -> dict:
@@ -267,15 +247,14 @@ def run(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_fresh_processes_end_to_end(run, tmp_path, capsys):
+def test_fresh_processes_end_to_end(run, capsys):
     found = run("sinusoid", "--methods", OURS, "--rounds", "1", "--seconds", "0.01", "--threads", "1")
     measured = found["workloads"]["sinusoid"]
     assert list(measured) == [BASELINE, OURS]
     assert measured[BASELINE]["ratios"]["faster"] == 1.0
     assert measured[OURS]["error"] < runner.ROUNDING
-    assert measured[OURS]["rounds"][0]["peak"] > workloads.load("sinusoid").state_bytes
+    assert measured[OURS]["rounds"][0]["peak"] > 0
     assert capsys.readouterr().out.startswith("sinusoid: MLP 1-40-40-1")
-    assert (tmp_path / "bench.png").stat().st_size > 0
 
 
 @pytest.mark.slow

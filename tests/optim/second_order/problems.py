@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 A = torch.tensor([[3.0, 1.0, 0.5], [1.0, 2.0, -0.3], [0.5, -0.3, 1.5]], dtype=torch.float64)
 B = torch.tensor([1.0, -2.0, 0.7], dtype=torch.float64)
@@ -72,3 +73,18 @@ def logistic_data() -> tuple[Tensor, Tensor]:
     x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
     noise = torch.randn(60, generator=generator, dtype=torch.float64)
     return x, (x @ B + noise > 0).double()
+
+
+def tanh_classifier():
+    """Return a tanh 4-8-3 network in float32, and its cross-entropy on 12 examples, which it can learn by heart."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(12, 4)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def relu_classifier():
+    """Return a ReLU 10-32-32-4 network, and its cross-entropy on 128 examples with labels of a linear model."""
+    layers = [nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)]
+    model, x = nn.Sequential(*layers), torch.randn(128, 10)
+    y = (x @ torch.randn(10, 4)).argmax(1)
+    return model, lambda: F.cross_entropy(model(x), y)

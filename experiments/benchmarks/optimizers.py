@@ -1,0 +1,307 @@
+"""What a step of an optimizer costs, in gradients: `python -m experiments.benchmarks.optimizers`.
+
+An MLP, a Conv4 and a transformer, at two sizes of a batch. Before each step a gradient (zero_grad, forward, backward)
+of a copy of the model is timed. Printed are medians over the rounds of the ratio of both, over whole periods where a
+step is not like the next: "-10" in a name says that curvature, roots or bases are renewed every 10 steps, or that
+there are at most 10 products with the Hessian. The peak is that of metagrad's MemoryTracker, from making the
+optimizer to the end of its first period and one step more, state included, over that of one gradient. With one
+thread, times are CPU times. `pytorch_optimizer` takes part if it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import importlib
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.benchmarks.maml.models import Transformer
+from experiments.run.files import markdown
+from experiments.run.progress import Progress
+from metagrad.memory import MemoryTracker
+from metagrad.models import Conv4
+from metagrad.optim import KFAC, SOAP, AdaHessian, Lion, Muon, NewtonCG, Shampoo, SophiaG, SophiaH, SparseAdam
+
+RIVAL = "pytorch_optimizer"
+LR = 1e-5  # small: what is timed is to stay finite
+FEWEST = 3  # steps of a round
+MIB = 2**20
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A classifier and a batch."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Return the mean cross-entropy of a copy of the model."""
+        return F.cross_entropy(model(self.x), self.y)
+
+
+def mlp(batch: int) -> Work:
+    """784-512-512-10 with tanh, 670k parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10))
+    return Work(model, torch.randn(batch, 784), torch.randint(10, (batch,)))
+
+
+def cnn(batch: int) -> Work:
+    """Conv4 of 32 filters with batch normalisation."""
+    torch.manual_seed(0)
+    return Work(Conv4(10, hidden=32), torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,)))
+
+
+def transformer(batch: int) -> Work:
+    """Two pre-norm blocks of width 128 on sequences of 32."""
+    torch.manual_seed(0)
+    return Work(Transformer(2), torch.randn(batch, 32, 128), torch.randint(10, (batch,)))
+
+
+WORKLOADS: dict[str, Callable[[], Work]] = {
+    f"{make.__name__}-{batch}": functools.partial(make, batch)
+    for make in (mlp, cnn, transformer)
+    for batch in (128, 512)
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """How an optimizer is made and used.
+
+    Attributes:
+        make: Of a model; several, where one does not take all parameters.
+        period: Steps after which they repeat.
+        wants_graph: Whether the first gradient of a period must come with its graph.
+    """
+
+    make: Callable[[nn.Module], Optimizers]
+    period: int = 1
+    wants_graph: bool = False
+
+    def stepper(self, work: Work, model: nn.Module) -> Callable[[], object]:
+        """Return what takes a step."""
+        first, *others = self.make(model)
+        count = 0
+
+        def closure() -> Tensor:
+            model.zero_grad()
+            loss = work.loss(model)
+            loss.backward(create_graph=self.wants_graph and count % self.period == 0)
+            return loss
+
+        def step() -> object:
+            nonlocal count
+            loss = first.step(closure)  # type: ignore[reportCallIssue, reportArgumentType]
+            for other in others:
+                other.step()
+            count += 1
+            return loss
+
+        return step
+
+
+def of_all(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[nn.Module], Optimizers]:
+    """Give all parameters to one optimizer."""
+    return lambda model: [make(model.parameters(), lr=LR, **options)]
+
+
+def of_matrices(make: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module], Optimizers]:
+    """Give matrices to one optimizer, and what is left to plain gradient descent."""
+
+    def both(model: nn.Module) -> Optimizers:
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        return [make(matrices, lr=LR), torch.optim.SGD(others, lr=LR)]
+
+    return both
+
+
+def rival(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return what makes an optimizer of pytorch_optimizer."""
+    return lambda *args, **options: getattr(importlib.import_module(RIVAL), name)(*args, **options)
+
+
+def rival_muon(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+    """Make pytorch_optimizer's Muon, whose groups say that they are for it."""
+    return rival("Muon")([{"params": list(params), "use_muon": True}], lr=lr)
+
+
+METHODS: dict[str, Method] = {
+    "torch.SGD": Method(of_all(torch.optim.SGD)),
+    "torch.Adam": Method(of_all(torch.optim.Adam)),
+    "SparseAdam": Method(of_all(SparseAdam)),
+    "AdaHessian": Method(of_all(AdaHessian)),
+    "SophiaH-10": Method(of_all(SophiaH), period=10),
+    "SophiaG-10": Method(of_all(SophiaG), period=10),
+    "KFAC-10": Method(lambda model: [KFAC(model, lr=LR)], period=10),
+    "Shampoo-10": Method(of_all(Shampoo, root_every=10), period=10),
+    "SOAP-10": Method(of_all(SOAP), period=10),
+    "Muon": Method(of_matrices(Muon)),
+    "Lion": Method(of_all(Lion)),
+    # Damped, lest negative curvature ends the solver at once, as it does in the CNN all the same.
+    "NewtonCG-10": Method(of_all(NewtonCG, max_steps=10, progress=None, damping=1.0)),
+    f"{RIVAL}.AdaHessian": Method(of_all(rival("AdaHessian")), wants_graph=True),
+    f"{RIVAL}.SophiaH-10": Method(of_all(rival("SophiaH")), period=10, wants_graph=True),
+    f"{RIVAL}.Shampoo-10": Method(of_all(rival("Shampoo"), preconditioning_compute_steps=10), period=10),
+    f"{RIVAL}.SOAP-10": Method(of_all(rival("SOAP")), period=10),
+    f"{RIVAL}.Muon": Method(of_matrices(rival_muon)),
+    f"{RIVAL}.Lion": Method(of_all(rival("Lion"))),
+}
+
+
+@dataclass
+class Result:
+    """What one optimizer did: ratios to a gradient, one of times for each round; or why it did nothing."""
+
+    times: list[float] = field(default_factory=list)
+    peak: float = float("nan")
+    note: str = ""
+
+    @property
+    def time(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(self.times)
+
+
+@dataclass
+class Measured:
+    """One workload: the seconds and bytes of a gradient, and every optimizer."""
+
+    seconds: float
+    nbytes: int
+    results: dict[str, Result]
+
+
+def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
+    """Let the optimizers take turns, in a new order each round, and each of their steps with a gradient."""
+    results = {name: Result() for name in names}
+    gradient = gradient_of(work, copy.deepcopy(work.model))
+    unit = peak_of(gradient)  # before .grad is there
+    steps = {
+        name: step for name in names if (step := _started(work, METHODS[name], results[name])) is not None
+    }
+    gradients: list[float] = []
+    for number in Progress(range(rounds), unit="round", leave=False):
+        for name in random.Random(number).sample(list(steps), len(steps)):
+            own = other = 0.0
+            for _ in range(max(METHODS[name].period, FEWEST)):
+                gradients.append(seconds(gradient))
+                other += gradients[-1]
+                own += seconds(steps[name])
+            results[name].times.append(own / other)
+    for name in Progress(steps, unit="peak", leave=False):
+        results[name].peak = (
+            peak_of(functools.partial(_period, work, METHODS[name], copy.deepcopy(work.model))) / unit
+        )
+    return Measured(statistics.median(gradients), unit, results)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Time one call: with one thread by the time of the processor, which others that run beside it leave alone."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    run()
+    return clock() - start
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """Return the most bytes that a call holds at a time, of what it makes."""
+    with MemoryTracker(device="cpu") as tracker, tracker.outer(0):
+        run()
+    return tracker.peak
+
+
+def gradient_of(work: Work, model: nn.Module) -> Callable[[], Tensor]:
+    """Return what computes a gradient as a training step does."""
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        loss = work.loss(model)
+        loss.backward()
+        return loss.detach()
+
+    return gradient
+
+
+def _started(work: Work, method: Method, result: Result) -> Callable[[], object] | None:
+    """Take the first step, in which state is made; note why it cannot be taken."""
+    try:
+        step = method.stepper(work, copy.deepcopy(work.model))
+        step()
+    except ModuleNotFoundError as error:
+        result.note = f"{error.name} is not installed"
+    except (RuntimeError, TypeError, ValueError) as error:
+        result.note = f"{type(error).__name__}: {str(error).splitlines()[0]}"[:90]
+    else:
+        return step
+    return None
+
+
+def _period(work: Work, method: Method, model: nn.Module) -> None:
+    step = method.stepper(work, model)
+    for _ in range(method.period + 1):
+        step()
+
+
+def table(name: str, measured: Measured) -> str:
+    """Format one workload in Markdown."""
+    rows = [["optimizer", "a step, in gradients", "in the rounds", "peak, in gradients'"]]
+    for method, result in measured.results.items():
+        if result.note:
+            rows.append([method, "", "", result.note])
+        else:
+            spread = f"{min(result.times):.2f} to {max(result.times):.2f}"
+            rows.append([method, f"{result.time:.2f}", spread, f"{result.peak:.2f}"])
+    unit = f"One gradient takes {1000 * measured.seconds:.1f} ms and {measured.nbytes / MIB:.1f} MiB."
+    return f"## {name}\n\n{unit}\n\n{markdown(rows)}"
+
+
+def parsed() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmarks.optimizers",
+        description="What a step of an optimizer costs, in gradients.",
+    )
+    add = parser.add_argument
+    add("--workloads", nargs="+", default=list(WORKLOADS), help=f"any of {', '.join(WORKLOADS)} (all)")
+    add("--optimizers", nargs="+", default=list(METHODS), help=f"any of {', '.join(METHODS)} (all)")
+    add("--rounds", type=int, default=3, help="periods of each optimizer (3)")
+    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (as many as it takes)")
+    arguments = parser.parse_args()
+    for chosen, known in ((arguments.workloads, WORKLOADS), (arguments.optimizers, METHODS)):
+        if unknown := [name for name in chosen if name not in known]:
+            parser.error(f"{', '.join(unknown)}: expected any of {', '.join(known)}")
+    if min(arguments.rounds, arguments.threads) < 1:
+        parser.error("--rounds and --threads must be positive")
+    return arguments
+
+
+def main() -> None:
+    """Measure what the command line names, by default everything."""
+    arguments = parsed()
+    warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+    warnings.filterwarnings("ignore", "KFAC")  # names the parameters of norms, which follow the gradient
+    torch.set_num_threads(arguments.threads)
+    for name in arguments.workloads:
+        measured = measure(WORKLOADS[name](), arguments.optimizers, arguments.rounds)
+        print(table(name, measured), end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What a step of an optimizer costs, in gradients."""
