@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from experiments.benchmarks.sparse_support import __main__ as sparse_support
+from experiments.benchmarks import sparse_support
 from experiments.run import progress
 from experiments.run.progress import Progress, tell
 
