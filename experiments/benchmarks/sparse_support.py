@@ -146,8 +146,8 @@ def _operand(setting: Setting, name: str, layout: torch.layout) -> tuple[Leaf, L
     def read(gradient: Tensor) -> Tensor:
         return gradient.to_dense()[cells]
 
-    matrix = _stored(made, layout)
-    ones = _stored(made.with_values(torch.ones_like(made.values)), layout)
+    matrix = _in_layout(made, layout)
+    ones = _in_layout(made.with_values(torch.ones_like(made.values)), layout)
     ours = SparseTensor.from_torch(matrix)
     return (
         Leaf(made.to_dense(), read, cells),
@@ -157,7 +157,7 @@ def _operand(setting: Setting, name: str, layout: torch.layout) -> tuple[Leaf, L
     )
 
 
-def _stored(a: SparseTensor, layout: torch.layout) -> Tensor:
+def _in_layout(a: SparseTensor, layout: torch.layout) -> Tensor:
     return a.to_torch().to_sparse_bsr(BLOCK) if layout == torch.sparse_bsr else a.to_torch(layout)
 
 
