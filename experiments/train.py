@@ -32,9 +32,9 @@ from experiments.run.config import plain, register, typed
 from experiments.run.fit import check_fit, preflight
 from experiments.run.job import claimed, failures_reported, launch, seed_everything
 from experiments.run.journal import Journal, Silent
+from experiments.run.loggers import open_mirror
 from experiments.run.loop import Run, train
 from experiments.run.metrics import last_values, value_of
-from experiments.run.mirrors.opening import open_mirror
 from experiments.run.plots.adaptation import adaptation
 from experiments.run.plots.learning import learning_curve
 from experiments.run.plots.memory import memory_plot

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from torch import nn, optim
 
 import metagrad
-from experiments.run.algorithm_schemas import ALGORITHMS
-from experiments.run.optimizer_schemas import OPTIMIZERS
 from experiments.run.plots.panels import Panel, read_panels
 from experiments.run.schema import Target
+from experiments.run.schemas import ALGORITHMS, OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[2]
 BASES = {"HeadAlgorithm"}

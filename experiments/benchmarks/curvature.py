@@ -32,7 +32,7 @@ from torch.func import functional_call, grad, jvp
 
 from experiments.benchmarks.maml.models import ResNet20, Transformer
 from experiments.benchmarks.sparse import MIB
-from experiments.run.allocations import peak_bytes
+from experiments.run.measure import peak_bytes
 from experiments.run.progress import Progress
 from metagrad.curvature import Operator, ParameterSpace, ggn, hessian
 

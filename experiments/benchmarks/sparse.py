@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from experiments.benchmarks.sparse_operations import OPERATIONS, methods_of
-from experiments.run.allocations import peak_bytes
+from experiments.run.measure import cpu_seconds, peak_bytes
 from experiments.run.progress import Progress
-from experiments.run.seconds import cpu_seconds
 from metagrad.sparse import Pattern, SparseTensor
 
 OURS = "metagrad"

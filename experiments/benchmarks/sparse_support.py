@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.run.allocations import peak_bytes
+from experiments.run.measure import peak_bytes
 from experiments.run.progress import Progress
 from metagrad import sparse
 from metagrad.sparse import Pattern, Segments, SparseTensor

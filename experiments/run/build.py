@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from hydra.errors import InstantiationException
 
-from experiments.run.algorithm_schemas import given
 from experiments.run.outer import asks_for_closure
 from experiments.run.schema import Device
+from experiments.run.schemas import given
 from metagrad.meta import Algorithm
 
 if TYPE_CHECKING:

@@ -14,9 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from experiments.run.algorithm_schemas import ALGORITHMS, HYPERGRADIENTS, own_keys
 from experiments.run.help import CONF
-from experiments.run.optimizer_schemas import INNER_RULES, OPTIMIZERS
 from experiments.run.schema import (
     MLP,
     Config,
@@ -39,8 +37,17 @@ from experiments.run.schema import (
     Optimizer,
     Sinusoid,
 )
-from experiments.run.signatures import TYPES, schema_of
-from experiments.run.task_schemas import DATASETS, TASKS
+from experiments.run.schemas import (
+    ALGORITHMS,
+    DATASETS,
+    HYPERGRADIENTS,
+    INNER_RULES,
+    OPTIMIZERS,
+    TASKS,
+    TYPES,
+    own_keys,
+    schema_of,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from experiments.run import checkpoint, memory
+from experiments.run.loggers import Mirror
 from experiments.run.metrics import JsonLines, read_rows
-from experiments.run.mirrors.mirror import Mirror
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

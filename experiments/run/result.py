@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from experiments.run.algorithm_schemas import given
 from experiments.run.config import plain
 from experiments.run.evaluate import Interval, evaluate_split
 from experiments.run.files import write_text
+from experiments.run.schemas import given
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,6 @@ class LoggerName(Enum):
 
     wandb = "wandb"
     tensorboard = "tensorboard"
-    csv = "csv"
     none = "none"
 
 
@@ -138,7 +137,7 @@ class Conv4(Model):
 
 @dataclass
 class InnerRule(Target):
-    """The update rule of the inner loop; `experiments.run.optimizer_schemas` has those of metagrad."""
+    """The update rule of the inner loop; `experiments.run.schemas` has those of metagrad."""
 
 
 @dataclass
@@ -153,7 +152,7 @@ class Hypergradient(Target):
 
 @dataclass
 class Algorithm(Target):
-    """A meta-learning algorithm; `experiments.run.algorithm_schemas` has those of metagrad.
+    """A meta-learning algorithm; `experiments.run.schemas` has those of metagrad.
 
     These are the keys that the program reads. What the target does not take among them is not passed on.
     """
@@ -211,7 +210,7 @@ class Cosine(Schedule):
 class Logger:
     """The mirror of a run's metrics."""
 
-    name: LoggerName = key("wandb, tensorboard, csv or none; the other keys are wandb's.")
+    name: LoggerName = key("wandb, tensorboard or none; the other keys are wandb's.")
     project: str = key("The wandb project.")
     entity: str | None = key("The wandb user or team; null is wandb's default.")
     mode: str = key("online, offline or disabled; the environment variable WANDB_MODE where it is set.")

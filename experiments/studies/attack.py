@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import metagrad as mg
-from experiments.run.allocations import peak_bytes
 from experiments.run.files import markdown
+from experiments.run.measure import peak_bytes
 from experiments.run.plots.style import BLUE, MUTED, VERMILION, figure, legend_below
 from experiments.run.progress import Progress
 from experiments.run.schema import key

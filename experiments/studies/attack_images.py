@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import metagrad as mg
 from experiments.run.files import markdown
+from experiments.run.measure import cpu_seconds
 from experiments.run.plots.style import BLUE, GREEN, INK, ORANGE, SKY, VERMILION, figure
 from experiments.run.schema import key
-from experiments.run.seconds import cpu_seconds
 from experiments.studies import characters as omniglot
 from experiments.studies.characters import Examples, by_drawers
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell, spread

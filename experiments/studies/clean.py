@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import metagrad as mg
-from experiments.run.allocations import peak_bytes
 from experiments.run.files import markdown
+from experiments.run.measure import peak_bytes
 from experiments.run.plots.style import CYCLE, INK, MUTED, figure, legend_below
 from experiments.run.schema import key
 from experiments.studies import characters as omniglot

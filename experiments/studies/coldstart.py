@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 import metagrad as mg
 from experiments.examples.common import find_file
-from experiments.run.allocations import peak_bytes
 from experiments.run.files import markdown
+from experiments.run.measure import cpu_seconds, peak_bytes
 from experiments.run.plots.style import BLUE, GREEN, MUTED, PURPLE, VERMILION, figure, legend_below
 from experiments.run.progress import Progress
 from experiments.run.schema import key
-from experiments.run.seconds import cpu_seconds
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell, spread
 from metagrad.sparse.tables.embedding import embedding
 from metagrad.tasks import Batch, Examples, Tabular

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metagrad as mg
-from experiments.run.allocations import peak_bytes
 from experiments.run.files import markdown, write_bytes
+from experiments.run.measure import cpu_seconds, peak_bytes
 from experiments.run.plots.style import BLUE, CYCLE, MUTED, VERMILION, figure, legend_below
 from experiments.run.progress import Progress
 from experiments.run.schema import key
-from experiments.run.seconds import cpu_seconds
 from experiments.studies import characters
 from experiments.studies.characters import Examples
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell, spread

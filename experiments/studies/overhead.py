@@ -27,12 +27,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import metagrad as mg
 from experiments.benchmarks.maml.models import Transformer
-from experiments.run.allocations import held_bytes, peak_bytes
 from experiments.run.files import markdown
+from experiments.run.measure import cpu_seconds, held_bytes, peak_bytes
 from experiments.run.plots.style import BLUE, CYCLE, INK, MUTED, VERMILION, figure, legend_below
 from experiments.run.progress import Progress
 from experiments.run.schema import key
-from experiments.run.seconds import cpu_seconds
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell
 from metagrad.sparse import RowSparse, embedding
 from metagrad.tasks import Batch, Examples

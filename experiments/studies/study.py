@@ -31,8 +31,7 @@ from experiments.run.config import check_counts, converted, plain, register
 from experiments.run.files import write_text
 from experiments.run.help import CONF
 from experiments.run.job import claimed, failures_reported, launch, seed_everything
-from experiments.run.mirrors.mirror import Mirror
-from experiments.run.mirrors.opening import open_mirror
+from experiments.run.loggers import Mirror, open_mirror
 from experiments.run.progress import Progress
 from experiments.run.schema import Logger, key
 

@@ -17,7 +17,7 @@ from experiments import train
 from experiments.run.build import build, build_parts
 from experiments.run.fit import preflight
 from experiments.run.metrics import last_values, read_rows, series, value_of
-from experiments.run.optimizer_schemas import INNER_RULES
+from experiments.run.schemas import INNER_RULES
 from experiments.train import run_job
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.tasks import Batch, Examples

@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.benchmarks.maml.methods import BASELINE, is_ours
 from experiments.benchmarks.maml.worker import Request
-from experiments.run.processes import answered
+from experiments.run.measure import answered
 from experiments.run.progress import Progress
 
 ROUNDING = 1e-9  # relative, in float64

@@ -19,7 +19,7 @@ import torch
 
 from experiments.benchmarks.maml.methods import METHODS, Prepared, RefusedError
 from experiments.benchmarks.maml.workloads import load
-from experiments.run.allocations import peak_bytes
+from experiments.run.measure import peak_bytes
 from metagrad.sparse import RowSparse
 
 FEWEST_CALLS = 3

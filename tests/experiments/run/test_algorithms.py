@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
-from experiments.run.algorithm_schemas import ALGORITHMS, HYPERGRADIENTS, given
 from experiments.run.build import build_parts
 from experiments.run.config import plain
 from experiments.run.help import CONF
+from experiments.run.schemas import ALGORITHMS, HYPERGRADIENTS, given
 from metagrad.meta import Algorithm
 from metagrad.tasks import Batch, Examples
 from tests.marks import fast

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from experiments.run.allocations import peak_bytes
+from experiments.run.measure import peak_bytes
 
 
 def test_the_peak_counts_what_was_alive_together():

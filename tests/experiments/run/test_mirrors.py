@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import sys
 from types import SimpleNamespace
 
@@ -8,10 +7,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imsave
 
+from experiments.run import loggers as mirror_module
 from experiments.run.journal import Journal
-from experiments.run.mirrors import mirror as mirror_module
-from experiments.run.mirrors.mirror import Mirror
-from experiments.run.mirrors.opening import open_mirror
+from experiments.run.loggers import Mirror, open_mirror
 
 
 class Recorder:
@@ -149,37 +147,6 @@ def test_without_its_package_there_is_no_mirror_and_one_warning(
     assert [
         message for message in caplog.messages if f"The package {logger} is not installed" in message
     ] == (caplog.messages[:1])
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_csv_has_a_row_for_each_step_and_a_column_for_each_metric(composed, tmp_path):
-    with open_mirror(composed("logger=csv").logger, tmp_path, {}, resumed_at=None) as mirror:
-        mirror.log(1, {"train/loss": 0.1})
-        mirror.log(2, {"train/loss": 0.25, "validation/loss": 3.0})
-        mirror.log(3, {"train/loss": 0.5})
-        mirror.table("memory/phases", [{"phase": "outer 0, inner", "bytes": 8}, {"phase": "b", "bytes": 9}])
-        mirror.curves("memory/steps", "step", {"a": {0: 1.0, 1: 2.0}, "b": {1: 3.0}})
-    rows = rows_of(tmp_path / "metrics.csv")
-    assert [list(row.values()) for row in rows] == [["1", "0.1", ""], ["2", "0.25", "3.0"], ["3", "0.5", ""]]
-    assert list(rows[0]) == ["step", "train/loss", "validation/loss"]
-    assert [list(row.values()) for row in rows_of(tmp_path / "memory_steps.csv")] == [
-        ["0", "1.0", ""],
-        ["1", "2.0", "3.0"],
-    ]
-    assert rows_of(tmp_path / "memory_phases.csv")[0] == {"phase": "outer 0, inner", "bytes": "8"}
-
-
-def test_csv_of_a_continued_run_drops_the_rows_that_are_made_again(composed, tmp_path):
-    config = composed("logger=csv").logger
-    for resumed_at, steps in ((None, (1, 2, 3)), (2, (3, 4))):
-        with open_mirror(config, tmp_path, {}, resumed_at=resumed_at) as mirror:
-            for step in steps:
-                mirror.log(step, {"loss": 10.0 * step + (resumed_at or 0)})
-    assert [row["loss"] for row in rows_of(tmp_path / "metrics.csv")] == ["10.0", "20.0", "32.0", "42.0"]
 
 
 class Writer:

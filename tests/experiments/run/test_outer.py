@@ -15,7 +15,7 @@ import metagrad as mg
 from experiments.run import outer
 from experiments.run.build import build_parts
 from experiments.run.loop import Run, outer_step
-from experiments.run.optimizer_schemas import OPTIMIZERS
+from experiments.run.schemas import OPTIMIZERS
 from tests.marks import fast
 
 CPU = torch.device("cpu")

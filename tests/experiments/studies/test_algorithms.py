@@ -7,9 +7,9 @@ import functools
 import pytest
 from hydra import compose, initialize_config_dir
 
-from experiments.run.algorithm_schemas import ALGORITHMS
 from experiments.run.help import CONF
 from experiments.run.plots.panels import read_panels
+from experiments.run.schemas import ALGORITHMS
 from experiments.studies.algorithms import cells, figures, report, study
 
 

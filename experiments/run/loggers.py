@@ -1,0 +1,239 @@
+"""Mirrors of a run: what they receive, TensorBoard, and Weights & Biases."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.image import imread
+
+from experiments.run.metrics import read_rows
+from experiments.run.schema import LoggerName
+
+if TYPE_CHECKING:
+    from experiments.run.schema import Logger
+
+
+log = logging.getLogger("experiments.run.mirrors")
+
+
+class Mirror:
+    """Receive what a run records, and do nothing with it."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive the metrics of one step."""
+
+    def images(self, files: Sequence[Path]) -> None:
+        """Receive plots."""
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Receive a table, one mapping a row, all with the same keys."""
+
+    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
+        """Receive curves of one figure, each a mapping of `x` to values, by their names."""
+
+    def summarise(self, values: Mapping[str, Any]) -> None:
+        """Receive final results."""
+
+
+def imported(module: str, package: str) -> Any:
+    """Return a module; None, with one warning, where the package that has it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        _warn_that_it_is_missing(package)
+        return None
+
+
+@functools.cache
+def _warn_that_it_is_missing(package: str) -> None:
+    log.warning(
+        "The package %s is not installed: metrics are in the run folder alone. Run `pip install %s`, or set "
+        "logger=none to hear no more of it.",
+        package,
+        package,
+    )
+
+
+class TensorBoardMirror(Mirror):
+    """Send metrics to a `SummaryWriter` as scalars, plots as images, tables and results as text."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of one step."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def images(self, files: Sequence[Path]) -> None:
+        """Log plots as images named `plots/NAME`."""
+        for file in files:
+            self._writer.add_image(f"plots/{file.stem}", np.asarray(imread(file)), dataformats="HWC")
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table as Markdown, which TensorBoard draws."""
+        header = list(rows[0])
+        lines = [header, ["---"] * len(header), *([str(row[column]) for column in header] for row in rows)]
+        self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
+        """Log curves as scalars named `NAME/CURVE`."""
+        for curve, values in curves.items():
+            for i, value in values.items():
+                self._writer.add_scalar(f"{name}/{curve}", value, i)
+
+    def summarise(self, values: Mapping[str, Any]) -> None:
+        """Log final results as text."""
+        for name, value in values.items():
+            self._writer.add_text(f"result/{name}", value if isinstance(value, str) else json.dumps(value))
+
+
+@contextmanager
+def opened_tensorboard(
+    config: Logger, folder: Path, settings: Mapping[str, Any], resumed_at: int | None
+) -> Iterator[Mirror]:
+    """Open the mirror of a run, in its folder; of a continued one, TensorBoard hides the steps that are run again."""
+    tensorboard = imported("torch.utils.tensorboard", "tensorboard")
+    if tensorboard is None:
+        yield Mirror()
+        return
+    purged = None if resumed_at is None else resumed_at + 1
+    with tensorboard.SummaryWriter(str(folder / "tensorboard"), purge_step=purged) as writer:
+        writer.add_text("config", f"```json\n{json.dumps(settings, indent=2, default=str)}\n```")
+        yield TensorBoardMirror(writer)
+
+
+class WandbMirror(Mirror):
+    """Send what a run records to a wandb run, with our own step counter on every horizontal axis.
+
+    Args:
+        wandb: The module.
+        run: The wandb run.
+        until: The last step that the run has already: those behind a checkpoint are taken again and are the same.
+    """
+
+    def __init__(self, wandb: Any, run: Any, until: int) -> None:
+        self._wandb, self._run, self._until = wandb, run, until
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of one step."""
+        if step > self._until:
+            self._run.log({"step": step, **values})
+
+    def images(self, files: Sequence[Path]) -> None:
+        """Log plots as images named `plots/NAME`."""
+        self._run.log({f"plots/{file.stem}": self._wandb.Image(str(file)) for file in files})
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table."""
+        columns = list(rows[0])
+        data = [[_cell(row[column]) for column in columns] for row in rows]
+        self._run.log({name: self._wandb.Table(columns=columns, data=data)})
+
+    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
+        """Log curves as one chart."""
+        xs, ys = zip(*((list(curve), list(curve.values())) for curve in curves.values()), strict=True)
+        chart = self._wandb.plot.line_series(xs, ys, keys=list(curves), title=name, xname=x)
+        self._run.log({name: chart})
+
+    def summarise(self, values: Mapping[str, Any]) -> None:
+        """Write final results into the summary."""
+        self._run.summary.update(dict(values))
+
+
+@contextmanager
+def opened_wandb(
+    config: Logger, folder: Path, settings: Mapping[str, Any], resumed_at: int | None
+) -> Iterator[Mirror]:
+    """Open the mirror of a run.
+
+    A run that goes on in its folder is the same wandb run, whose offline parts `wandb sync` uploads in order; in
+    another it is a new one. Notes and config say where either continues.
+
+    Raises:
+        ValueError: wandb refuses what it is asked for.
+    """
+    wandb = imported("wandb", "wandb")
+    if wandb is None:
+        yield Mirror()
+        return
+    notes = (
+        config.notes
+        if resumed_at is None
+        else f"{config.notes or ''} Continues at step {resumed_at}.".strip()
+    )
+    former = None if resumed_at is None else _run_in(folder)
+    rows = [] if former is None else read_rows(folder / "metrics.jsonl")
+    try:
+        run = wandb.init(
+            id=former,
+            resume=former and "allow",
+            project=config.project,
+            entity=config.entity,
+            mode=config.mode,
+            group=config.group,
+            notes=notes,
+            tags=config.tags,
+            name="/".join(folder.parts[-2:]),
+            dir=folder,
+            settings=wandb.Settings(quiet=True),
+            config={**settings, "resumed_at": resumed_at},
+        )
+    except (wandb.Error, ValueError) as error:
+        reason = " ".join(str(error).partition(" [type=")[0].split())  # without pydantic's appendix
+        raise ValueError(
+            f"logger: wandb does not begin ({reason}). Set logger.mode=offline, or logger=none."
+        ) from error
+    # Not `with run`: its exit prints a traceback of whatever ended the run.
+    try:
+        yield WandbMirror(wandb, run, until=max((row["step"] for row in rows), default=-1))
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish()
+
+
+def _run_in(folder: Path) -> str | None:
+    """Return the id of the latest wandb run of a folder, which is the end of a name such as `offline-run-TIME-ID`."""
+    names = sorted(
+        (path.name for path in folder.glob("wandb/*run-*-*")), key=lambda name: name.split("-")[-2]
+    )
+    return names[-1].rpartition("-")[2] if names else None
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, (int, float, str)) else str(value)
+
+
+OPENED = {
+    LoggerName.wandb: opened_wandb,
+    LoggerName.tensorboard: opened_tensorboard,
+    LoggerName.none: lambda *_: nullcontext(Mirror()),
+}
+
+
+def open_mirror(
+    config: Logger, folder: Path, settings: Mapping[str, Any], *, resumed_at: int | None
+) -> AbstractContextManager[Mirror]:
+    """Open the mirror that the config asks for.
+
+    Args:
+        config: Which, and what wandb is told of the run.
+        folder: Of the run.
+        settings: The configuration, as a mirror shows it.
+        resumed_at: The step that a continued run starts from; None of a new one.
+
+    Raises:
+        ValueError: wandb refuses what it is asked for.
+    """
+    return OPENED[config.name](config, folder, settings, resumed_at)
