@@ -27,7 +27,7 @@ from experiments.run.config import register
 from experiments.run.help import CONF
 from experiments.run.job import FAILURE, launch
 from experiments.run.metrics import read_rows
-from experiments.run.plots.comparison import comparison
+from experiments.run.plots.learning import comparison
 
 OVERRIDES = ".hydra/overrides.yaml"
 IGNORED = ("seed", "resume")

@@ -9,7 +9,7 @@ Everything a run leaves behind is in its folder, `outputs/DATE/TIME` or `multiru
     checkpoints/last.pt    the whole state; `resume=FOLDER` continues bit for bit on the CPU
     memory.txt, .jsonl     memory of every inner and outer step of the first iterations
     result.json            the test, with its protocol
-    plots/                 learning_curve.png, adaptation.png, memory.png
+    plots/                 learning_curve.png, adaptation.png
     failure.txt            why the run ended early, if it did
     wandb/                 the offline mirror
 """
@@ -37,7 +37,6 @@ from experiments.run.loop import Run, train
 from experiments.run.metrics import last_values, value_of
 from experiments.run.plots.adaptation import adaptation
 from experiments.run.plots.learning import learning_curve
-from experiments.run.plots.memory import memory_plot
 from experiments.run.schema import Config
 from experiments.run.signals import signals_raised
 
@@ -144,8 +143,7 @@ def draw(run: Run) -> list[Path]:
     """Draw the plots of a run."""
     trained, tested = run.config.algorithm.steps, run.config.evaluate.steps
     files = [learning_curve(run.folder, train_steps=trained, steps=tested)]
-    files += [] if tested is None else [adaptation(run)]
-    return [*files, memory_plot(run.folder)] if memory.read(run.folder) else files
+    return files if tested is None else [*files, adaptation(run)]
 
 
 def _begin(config: Config, folder: Path, step: int, here: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 from hydra.errors import InstantiationException
 
-from experiments.run.outer import asks_for_closure
 from experiments.run.schema import Device
 from experiments.run.schemas import given
 from metagrad.meta import Algorithm
@@ -128,6 +128,13 @@ def build_parts(config: Config) -> Parts:
     schedule = build(config.schedule, allow=allow)(optimizer)
     takes_closure = asks_for_closure(type(optimizer))
     return Parts(algorithm, model, loss, optimizer, schedule, generator(config.seed, "train"), takes_closure)
+
+
+def asks_for_closure(make: type[torch.optim.Optimizer]) -> bool:
+    """Return whether optimizers of a class see how the loss is computed, or compute it several times a step."""
+    arguments = inspect.signature(make.step).parameters
+    is_required = "closure" in arguments and arguments["closure"].default is inspect.Parameter.empty
+    return is_required or "curvature" in arguments or getattr(make, "notes_losses", False)
 
 
 def device(config: Config) -> torch.device:

@@ -116,7 +116,7 @@ def typed(config: DictConfig) -> Config:
         ValueError: A key was added that the schema does not have, or a count is too small.
     """
     resolved = converted("train", config)
-    _check_counts(resolved)
+    check_counts("train", resolved)
     settle("train", resolved)
     return resolved
 
@@ -196,24 +196,3 @@ def check_least(call: str, least: dict[str, tuple[int, int]]) -> None:
             raise ValueError(f"{call}: {name} must be at least {smallest}, got {value}.")
         if value >= 2**63:
             raise ValueError(f"{call}: {name} must be below 2**63, got {value}.")
-
-
-def _check_counts(config: Config) -> None:
-    least = {
-        "seed": (config.seed, 0),
-        "threads": (1 if config.threads is None else config.threads, 1),
-        "iterations": (config.iterations, 1),
-        "meta_batch": (config.meta_batch, 1),
-        "algorithm.steps": (config.algorithm.steps or 0, 0),
-        "log.every": (config.log.every, 1),
-        "evaluate.every": (config.evaluate.every, 1),
-        "evaluate.validation_tasks": (config.evaluate.validation_tasks, 2),
-        "evaluate.tasks": (config.evaluate.tasks, 2),
-        "evaluate.steps": (config.evaluate.steps or 0, 0),
-        "evaluate.chunk": (config.evaluate.chunk, 1),
-        "checkpoint.every": (config.checkpoint.every, 1),
-        "memory.outer_steps": (config.memory.outer_steps, 1),
-        "plots.tasks": (config.plots.tasks, 1),
-        "plots.steps": (config.plots.steps, 1),
-    }
-    check_least("train", least)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from experiments.run import build
 from experiments.run.progress import Progress
 from experiments.run.ranks import Ranks
 from metagrad.curvature.estimators.student import student_t
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experiments.run.loop import Run
     from metagrad.meta import Algorithm
     from metagrad.tasks import Batch, TaskDistribution
 
@@ -84,21 +82,6 @@ def evaluate(
         for name, values in (item for of_process in of_chunk for item in of_process.items()):
             parts.setdefault(name, []).append(values)
     return {name: mean_interval(torch.cat(values)) for name, values in parts.items()}
-
-
-def evaluate_split(run: Run, split: str, *, num_tasks: int) -> dict[str, Interval]:
-    """Evaluate a run on tasks of its "validation" or "test" split, the same ones each time."""
-    config = run.config.evaluate
-    return evaluate(
-        run.parts.algorithm,
-        getattr(run.splits, split),
-        num_tasks=num_tasks,
-        steps=config.steps,
-        chunk=config.chunk,
-        generator=build.generator(run.config.seed, split),
-        device=run.device,
-        ranks=run.ranks,
-    )
 
 
 def batches(

@@ -15,8 +15,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import metagrad as mg
 from experiments.run import checkpoint, outer
+from experiments.run.build import generator
 from experiments.run.config import plain
-from experiments.run.evaluate import Interval, accuracies, evaluate_split, is_classification
+from experiments.run.evaluate import Interval, accuracies, evaluate, is_classification
 from experiments.run.metrics import check_metric
 from experiments.run.progress import Progress
 from experiments.run.ranks import Ranks, counted
@@ -89,6 +90,21 @@ def peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / MIB
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
+
+
+def evaluate_split(run: Run, split: str, *, num_tasks: int) -> dict[str, Interval]:
+    """Evaluate a run on tasks of its "validation" or "test" split, the same ones each time."""
+    config = run.config.evaluate
+    return evaluate(
+        run.parts.algorithm,
+        getattr(run.splits, split),
+        num_tasks=num_tasks,
+        steps=config.steps,
+        chunk=config.chunk,
+        generator=generator(run.config.seed, split),
+        device=run.device,
+        ranks=run.ranks,
+    )
 
 
 def named(group: str, intervals: dict[str, Interval]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,13 +18,6 @@ if TYPE_CHECKING:
     from metagrad.tasks import Batch
 
 Phase = Callable[[str], AbstractContextManager[Any]]
-
-
-def asks_for_closure(make: type[torch.optim.Optimizer]) -> bool:
-    """Say whether optimizers of a class see how the loss is computed, or compute it several times a step."""
-    arguments = inspect.signature(make.step).parameters
-    is_required = "closure" in arguments and arguments["closure"].default is inspect.Parameter.empty
-    return is_required or "curvature" in arguments or getattr(make, "notes_losses", False)
 
 
 def step(parts: Parts, batch: Batch, phase: Phase, ranks: Ranks | None = None) -> MetaOutput | None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from experiments.run.config import plain
-from experiments.run.evaluate import Interval, evaluate_split
+from experiments.run.evaluate import Interval
 from experiments.run.files import write_text
+from experiments.run.loop import Run, evaluate_split
 from experiments.run.schemas import given
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from experiments.run.loop import Run
     from metagrad.tasks import TaskDistribution
 
 FILE = "result.json"

@@ -158,7 +158,7 @@ class Algorithm(Target):
     """
 
     inner: Any = key("The rule of the inner steps; null where the algorithm has none.", None)
-    steps: int | None = key("The number of inner steps; null where the algorithm has none.", None)
+    steps: int | None = key("The number of inner steps; null where the algorithm has none.", None, least=0)
     nonfinite: str = key("raise; or skip: leave out tasks whose loss is not finite, and count them.", "raise")
     without: str | None = key(
         "The module of the model that is left out, where the algorithm fits a head of its own to each task.",
@@ -231,10 +231,12 @@ class Evaluate:
     """Validation during the run and the test at its end."""
 
     every: int = key("Iterations from one validation to the next.")
-    validation_tasks: int = key("Tasks of a validation, the same ones each time.")
-    tasks: int = key("Tasks of the test at the end.")
+    validation_tasks: int = key("Tasks of a validation, the same ones each time.", least=2)
+    tasks: int = key("Tasks of the test at the end.", least=2)
     queries: int | None = key("Query examples of a task that is evaluated (per class).")
-    steps: int | None = key("Inner steps on a task that is evaluated; null where the algorithm has none.")
+    steps: int | None = key(
+        "Inner steps on a task that is evaluated; null where the algorithm has none.", least=0
+    )
     chunk: int = key("Tasks that are evaluated at once.")
 
 
@@ -265,7 +267,7 @@ class Plots:
 class Program:
     """What every program that trains has."""
 
-    seed: int = key("Of all random numbers.")
+    seed: int = key("Of all random numbers.", least=0)
     device: Device = key("auto (CUDA where there is one), cpu or cuda.")
     threads: int | None = key("Threads of torch on the CPU; null is torch's choice.")
     iterations: int = key("Outer steps.")

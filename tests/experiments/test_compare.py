@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from experiments.compare import Job, compare, differing, find_jobs, main, table
-from experiments.run.plots.comparison import mean_curve
+from experiments.run.plots.learning import mean_curve
 from tests.experiments.conftest import FAST
 from tests.marks import combined
 

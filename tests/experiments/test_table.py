@@ -10,7 +10,6 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from experiments import table
-from experiments.run import table_report
 from experiments.run.config import converted
 from experiments.run.evaluate import Interval
 from experiments.run.help import CONF
@@ -37,7 +36,7 @@ def grid(run, tmp_path, monkeypatch):
         run(folder, *own, *TINY)
 
     monkeypatch.setattr(table, "train", train)
-    monkeypatch.setattr(table_report, "comparison", lambda path, curves: drawn.append((path, curves)))
+    monkeypatch.setattr(table, "comparison", lambda path, curves: drawn.append((path, curves)))
     return config, commands, drawn
 
 
@@ -94,7 +93,7 @@ def test_a_cell_that_was_interrupted_goes_on_and_one_that_failed_is_told(tmp_pat
 
 def test_an_interval_of_seeds_is_over_all_their_tasks():
     values = [Interval(90.0, 0.6, 100), Interval(92.0, 0.8, 100)]
-    assert table_report.pooled(values) == Interval(91.0, math.sqrt(0.6**2 + 0.8**2) / 2, 200)
+    assert table.pooled(values) == Interval(91.0, math.sqrt(0.6**2 + 0.8**2) / 2, 200)
 
 
 @pytest.mark.parametrize(

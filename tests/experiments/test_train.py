@@ -35,7 +35,6 @@ FILES = [
     "result.json",
     "plots/learning_curve.png",
     "plots/adaptation.png",
-    "plots/memory.png",
 ]
 
 
@@ -125,7 +124,6 @@ def test_memory_is_that_of_inner_and_outer_steps(fast_run):
 def test_tracking_memory_does_not_change_a_number(run, fast_run, tmp_path):
     untracked = run(tmp_path, "memory.enabled=false")
     assert not (untracked / "memory.txt").exists()
-    assert not (untracked / "plots" / "memory.png").exists()
     assert (untracked / "metrics.jsonl").read_bytes() == (fast_run / "metrics.jsonl").read_bytes()
 
 

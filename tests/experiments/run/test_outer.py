@@ -13,15 +13,13 @@ from torch.nn import functional as F
 
 import metagrad as mg
 from experiments.run import outer
-from experiments.run.build import build_parts
+from experiments.run.build import asks_for_closure, build_parts
 from experiments.run.loop import Run, outer_step
 from experiments.run.schemas import OPTIMIZERS
 from tests.marks import fast
 
 CPU = torch.device("cpu")
-BY_CLOSURE = [
-    name for name, schema in OPTIMIZERS.items() if outer.asks_for_closure(get_object(schema._target_))
-]
+BY_CLOSURE = [name for name, schema in OPTIMIZERS.items() if asks_for_closure(get_object(schema._target_))]
 
 
 def outer_run(composed, *overrides):

@@ -391,7 +391,6 @@ def test_two_processes_and_three_compute_what_one_does(composed, whole, tmp_path
     with_plots = {
         "plots/learning_curve.png",
         "plots/adaptation.png",
-        "plots/memory.png",
         "train.log",
         "memory.txt",
     }
