@@ -14,7 +14,6 @@ lecturers' vectors fit noise.
 from __future__ import annotations
 
 import argparse
-import time
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +32,6 @@ STUDENTS = ("students.weight", "student_bias.weight")
 LECTURERS = ("lecturers.weight", "lecturer_bias.weight", "course_bias.weight")
 SCALE = 10.0  # ratings of a typical student: the loss is a sum over ratings, so that more of them weigh more
 TOLERANCE = 1e-9  # relative, float64
-MIB = 2**20
 
 
 class Ratings(NamedTuple):
@@ -172,21 +170,6 @@ def test_rmse(maml: mg.MAML, ratings: Ratings, held_out: Ratings, *, shots: int,
     return (error / num) ** 0.5
 
 
-def floors(ratings: Ratings, held_out: Ratings, lecturers: int) -> dict[str, float]:
-    """Return the root mean square errors of the mean, and of shrunken biases without adaptation."""
-    sizes, mean = (len(ratings.counts), lecturers), ratings.scores.mean()
-    biases = [torch.zeros(size) for size in sizes]
-    results = {"mean": float((mean - held_out.scores).square().mean().sqrt())}
-    for name, sides in (("mean and lecturer", [1]), ("mean, student and lecturer", [0, 1])):
-        for side in sides * 10:
-            residual = ratings.scores - mean - biases[1 - side][ratings.ids[:, 1 - side]]
-            sums = torch.zeros(sizes[side]).index_add(0, ratings.ids[:, side], residual)
-            biases[side] = sums / (ratings.ids[:, side].bincount(minlength=sizes[side]) + 5.0)
-        predicted = mean + biases[0][held_out.ids[:, 0]] + biases[1][held_out.ids[:, 1]]
-        results[name] = float((predicted - held_out.scores).square().mean().sqrt())
-    return results
-
-
 def check(batch: Batch, sizes: tuple[int, int], rank: int, steps: int) -> None:
     """Compare the meta-gradients with those of dense tables, in float64."""
     doubled, gradients = batch.to(dtype=torch.float64), []
@@ -204,22 +187,6 @@ def check(batch: Batch, sizes: tuple[int, int], rank: int, steps: int) -> None:
         compare(name, got, expected, tolerance=TOLERANCE)
 
 
-def measure(batch: Batch, sizes: tuple[int, int], rank: int, steps: int) -> None:
-    """Compare time and memory of a meta-gradient with those of dense tables."""
-    results = []
-    for sparse in (True, False):
-        maml = maml_over(Factorization(*sizes, rank, 3.2), steps=steps, sparse=sparse)
-        with mg.MemoryTracker() as memory:
-            maml(batch).loss.backward()
-        maml.zero_grad()
-        begin = time.perf_counter()
-        maml(batch).loss.backward()
-        results.append((time.perf_counter() - begin, memory.peak / MIB))
-    (seconds, mib), (dense_seconds, dense_mib) = results
-    print(f"  peak: sparse {mib:.2f} MiB, dense {dense_mib:.2f} MiB, ratio {dense_mib / mib:.0f}")
-    print(f"  time: sparse {seconds:.4f} s, dense {dense_seconds:.4f} s, ratio {dense_seconds / seconds:.1f}")
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(
@@ -234,7 +201,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--penalty", type=float, default=1.0, help="on the lecturers' vectors, for each rating"
     )
-    parser.add_argument("--rows", type=int, default=100_000, help="of the tables that are timed")
     parser.add_argument("--seed", type=int, default=0, help="of the split")
     options = parser.parse_args(arguments)
 
@@ -245,16 +211,12 @@ def main(arguments: list[str] | None = None) -> None:
     batch = batch_of(ratings, torch.arange(8), options.shots, torch.Generator().manual_seed(0))
     print("Meta-gradients of 8 students against dense tables, float64:")
     check(batch, sizes, options.rank, options.steps)
-    print(f"The same with tables of {options.rows} rows, float32:")
-    measure(batch, (options.rows, options.rows), options.rank, options.steps)
 
     torch.manual_seed(0)
     maml = maml_over(Factorization(*sizes, options.rank, float(ratings.scores.mean())), steps=options.steps)
     print(f"MAML over students, up to {options.shots} ratings, {options.steps} steps:")
     train(maml, ratings, options)
     print("Root mean square error on the held-out ratings:")
-    for name, error in floors(ratings, held_out, sizes[1]).items():
-        print(f"  {name}: {error:.3f}")
     for steps in (0, options.steps):
         error = test_rmse(maml, ratings, held_out, shots=2 * options.shots, steps=steps)
         print(f"  MAML, {steps} steps on up to {2 * options.shots} ratings: {error:.3f}")

@@ -20,7 +20,7 @@ def needs(name):
 
 
 GNN = ["--epochs=40", "--hidden=8", "--check-steps=1", "--check-nodes=700", "--steps=5", "--outer-steps=1"]
-RECOMMENDER = ["--epochs=1", "--tasks=512", "--shots=2", "--steps=2", "--rank=2", "--rows=2000"]
+RECOMMENDER = ["--epochs=1", "--tasks=512", "--shots=2", "--steps=2", "--rank=2"]
 ATTENTION = ["--lengths", "64", "128", "--dense-up-to=64", "--band=4", "--width=4", "--heads=2"]
 CASES = [
     pytest.param("gnn_cora", GNN, "test accuracy", marks=needs("planetoid/cora.npz")),
