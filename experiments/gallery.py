@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +27,7 @@ from hydra.core.config_store import ConfigStore
 from experiments.run.config import check_least, converted
 from experiments.run.files import write_text
 from experiments.run.job import launch
-from experiments.run.progress import Progress
+from experiments.run.progress import Progress, tell
 from experiments.run.schema import key
 
 if TYPE_CHECKING:
@@ -117,11 +117,14 @@ def make(config: Gallery) -> Path:
         ThreadPoolExecutor(config.jobs) as pool,
         Progress(total=len(chosen), unit="program") as bar,
     ):
-        jobs = {name: pool.submit(run, one, folder / name) for name, one in chosen.items()}
-        for name, job in jobs.items():
+        jobs = {pool.submit(run, one, folder / name): name for name, one in chosen.items()}
+        for job in as_completed(jobs):
+            name = jobs[job]
             shown[name] = job.result()
+            tell(f"{name}: {shown[name].failure or f'{shown[name].seconds:.0f} s'}")
             bar.update()
-            write_text(folder / "index.html", page(config, shown))
+            in_order = {name: shown[name] for name in chosen if name in shown}
+            write_text(folder / "index.html", page(config, in_order))
     print(folder / "index.html")
     if failed := [name for name, one in shown.items() if one.failure]:
         raise ValueError(f"gallery: {', '.join(failed)} failed; the page says why.")

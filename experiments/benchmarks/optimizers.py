@@ -31,7 +31,7 @@ from experiments.run.files import markdown
 from experiments.run.progress import Progress
 from metagrad.memory import MemoryTracker
 from metagrad.models import Conv4
-from metagrad.optim import KFAC, SOAP, AdaHessian, Lion, Muon, NewtonCG, Shampoo, SophiaG, SophiaH, SparseAdam
+from metagrad.optim import KFAC, SOAP, AdaHessian, Lion, Muon, NewtonCG, Shampoo, SophiaG, SophiaH
 
 RIVAL = "pytorch_optimizer"
 LR = 1e-5  # small: what is timed is to stay finite
@@ -145,7 +145,6 @@ def rival_muon(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
 METHODS: dict[str, Method] = {
     "torch.SGD": Method(of_all(torch.optim.SGD)),
     "torch.Adam": Method(of_all(torch.optim.Adam)),
-    "SparseAdam": Method(of_all(SparseAdam)),
     "AdaHessian": Method(of_all(AdaHessian)),
     "SophiaH-10": Method(of_all(SophiaH), period=10),
     "SophiaG-10": Method(of_all(SophiaG), period=10),

@@ -257,7 +257,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "soap": partial(mg.optim.SOAP, weight_decay=0.0, max_size=1000),
     "sophia_g": mg.optim.SophiaG,
     "sophia_h": mg.optim.SophiaH,
-    "sparse_adam": mg.optim.SparseAdam,
 }
 OF_MODELS = ("kfac", "muon")
 

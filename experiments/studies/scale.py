@@ -1,13 +1,12 @@
-"""What a step at many processes sends, and how long that takes: `python -m experiments.studies.scale [--measure]`.
+"""What processes send in an outer step, and how fast they are: `python -m experiments.studies.scale [--processes N]`.
 
-Computed from a bandwidth and a latency that are given, for three learners; the bytes of two processes are measured
-beside what `metagrad.distributed` says that it sends, where the system counts them (Linux).
+The bytes of some processes of this machine are counted (on Linux), beside those that `metagrad.distributed` says that
+it sends. Outer steps of all processes are timed beside those of one.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 
 from experiments.run.job import launch
 from experiments.run.progress import Progress
-from metagrad.distributed import Traffic, average_gradients
+from metagrad.distributed import average_gradients
 from metagrad.meta import MAML
 from metagrad.models import Conv4
 from metagrad.optim import rules
@@ -41,85 +40,6 @@ MEASURED = {
 REPEATS = 5
 STEPS = 15
 TASKS = 8
-
-
-class Network(NamedTuple):
-    """What connects the processes.
-
-    Attributes:
-        processes: N.
-        bandwidth: Bytes per second that each process sends, and receives at the same time.
-        latency: Seconds that a message takes.
-    """
-
-    processes: int
-    bandwidth: float
-    latency: float
-
-    def all_reduce(self, nbytes: float) -> float:
-        """Return the seconds of an all-reduce: by a ring, or by two trees, whichever is faster."""
-        ring = 2 * (self.processes - 1) * (self.latency + nbytes / self.processes / self.bandwidth)
-        trees = 2 * (math.ceil(math.log2(self.processes)) * self.latency + nbytes / self.bandwidth)
-        return min(ring, trees)
-
-    def all_gather(self, nbytes: float) -> float:
-        """Return the seconds of a ring all-gather of so many bytes of each process."""
-        return (self.processes - 1) * (self.latency + nbytes / self.bandwidth)
-
-    def all_to_all(self, nbytes: float) -> float:
-        """Return the seconds of an all-to-all in which each process sends so many bytes, all messages under way."""
-        return self.latency * math.ceil(math.log2(self.processes)) + nbytes / self.bandwidth
-
-
-class Step(NamedTuple):
-    """What the outer step of one learner sends from each process, and how long it takes."""
-
-    learner: str
-    how: str
-    nbytes: float
-    seconds: float
-
-
-def dense(learner: str, parameters: int, net: Network) -> Step:
-    """Return the step of a learner whose gradients are dense, in float32."""
-    traffic = Traffic(net.processes, reduced=4 * parameters)
-    return Step(learner, "all-reduce of gradients", traffic.sent, net.all_reduce(traffic.reduced))
-
-
-def table(rows: int, width: int, touched: int, net: Network) -> list[Step]:
-    """Return the steps of a learner with a table, of which each process touches some rows, in float32.
-
-    Rows that are kept by one process each are asked for, received, and their gradients sent: three all-to-alls.
-    """
-    learner, number = f"table of {rows:.0e} rows of {width}".replace("e+0", "e"), net.processes
-    ids = 4 if rows < 2**31 else 8
-    own = touched * (ids + 4 * width)
-    gathered = Traffic(number, gathered=own + 16).sent
-    asked, values = touched * ids, touched * 4 * width
-    exchanged = (asked + values + own) * (number - 1) / number
-    seconds = sum(net.all_to_all(part * (number - 1) / number) for part in (asked, values, own))
-    return [
-        dense(f"{learner}, dense", rows * width, net),
-        Step(learner, "all-gather of touched rows", gathered, net.all_gather(own)),
-        Step(f"{learner}, in shards", "all-to-all of touched rows", exchanged, seconds),
-    ]
-
-
-def steps(net: Network, touched: int) -> list[Step]:
-    """Return the steps of all learners."""
-    return [
-        dense("Conv4, 64 filters", 112_261, net),
-        dense("transformer of 100M", 100_000_000, net),
-        *table(10**6, 32, touched, net),
-        *table(10**9, 64, touched, net),
-    ]
-
-
-def shown(found: list[Step]) -> str:
-    """Return steps as a table."""
-    lines = ["| learner | what is sent | bytes of a process | time |", "| --- | --- | --- | --- |"]
-    lines += [f"| {s.learner} | {s.how} | {_bytes(s.nbytes)} | {_time(s.seconds)} |" for s in found]
-    return "\n".join(lines)
 
 
 class Measured(NamedTuple):
@@ -156,7 +76,7 @@ def measure(processes: int, *, steps: int = STEPS) -> tuple[list[Measured], Spee
         ValueError: The system does not count bytes.
     """
     if not COUNTERS.exists():
-        raise ValueError(f"scale: --measure needs {COUNTERS}, which counts bytes; Linux has it.")
+        raise ValueError(f"scale: it needs {COUNTERS}, which counts bytes; Linux has it.")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_measure_in, (processes, folder, steps), nprocs=processes)  # type: ignore[reportPrivateImportUsage]
         rows, speed = torch.load(f"{folder}/measured.pt")
@@ -253,42 +173,23 @@ def _bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-def _time(seconds: float) -> str:
-    for unit, factor in (("us", 1e6), ("ms", 1e3)):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def main() -> None:
     """Print what the command line asks for."""
     parser = argparse.ArgumentParser(prog="experiments.studies.scale", description=__doc__)
-    parser.add_argument("--processes", type=int, default=1000)
-    parser.add_argument("--bandwidth", type=float, default=50e9, help="bytes per second of each process")
-    parser.add_argument("--latency", type=float, default=10e-6, help="seconds of a message")
-    parser.add_argument("--touched", type=int, default=6400, help="rows of a table that a process touches")
-    parser.add_argument("--measure", type=int, metavar="N", help="count the bytes of N processes here")
-    options = parser.parse_args()
-    if min(options.processes, options.measure or 2) < 2 or options.bandwidth <= 0 or options.latency < 0:
-        raise ValueError(
-            "scale: give two processes or more, a bandwidth above 0, and a latency of 0 or more."
-        )
-    net = Network(options.processes, options.bandwidth, options.latency)
-    print(f"{net.processes} processes, {_bytes(net.bandwidth)}/s each, latency {_time(net.latency)}:\n")
-    print(shown(steps(net, options.touched)))
-    if options.measure:
-        print(f"\nBytes that {options.measure} processes of this machine send together:\n")
-        rows, speed = measure(options.measure)
-        for row in rows:
-            pair = f"predicted {_bytes(row.predicted)}, counted {_bytes(row.counted)}"
-            print(f"{row.what}: {pair}, {row.counted / row.predicted:.3f}")
-        pair = f"1 process {speed.one:.3g} tasks/s, {options.measure} processes {speed.all:.3g} tasks/s"
-        print(
-            f"\nOuter steps of {TASKS} tasks on Conv4, a thread each: {pair}, {speed.all / speed.one:.2f} times"
-        )
-        print(
-            f"as fast on the clock ({os.cpu_count()} cores), {speed.processor:.2f} times by processor time."
-        )
+    parser.add_argument("--processes", type=int, default=2)
+    processes = parser.parse_args().processes
+    if processes < 2:
+        raise ValueError("scale: give two processes or more.")
+    print(f"Bytes that {processes} processes of this machine send together:\n")
+    rows, speed = measure(processes)
+    for row in rows:
+        pair = f"predicted {_bytes(row.predicted)}, counted {_bytes(row.counted)}"
+        print(f"{row.what}: {pair}, {row.counted / row.predicted:.3f}")
+    pair = f"1 process {speed.one:.3g} tasks/s, {processes} processes {speed.all:.3g} tasks/s"
+    print(
+        f"\nOuter steps of {TASKS} tasks on Conv4, a thread each: {pair}, {speed.all / speed.one:.2f} times"
+    )
+    print(f"as fast on the clock ({os.cpu_count()} cores), {speed.processor:.2f} times by processor time.")
 
 
 if __name__ == "__main__":
