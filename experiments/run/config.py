@@ -185,8 +185,8 @@ def check_counts(call: str, node: Any, prefix: str = "") -> None:
         if is_dataclass(value):
             check_counts(call, value, f"{name}.")
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, int) and not isinstance(one, bool):
-                check_least(call, {name: (one, item.metadata.get("least", 1))})
+            if isinstance(one, int) and not isinstance(one, bool) and "least" in item.metadata:
+                check_least(call, {name: (one, item.metadata["least"])})
 
 
 def check_least(call: str, least: dict[str, tuple[int, int]]) -> None:
