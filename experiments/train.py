@@ -80,7 +80,6 @@ def _run_job(config: Config, folder: Path, here: Ranks) -> float:
     seed_everything(config.seed, config.threads, anomaly=config.anomaly)
     splits, parts = build_splits(config), build_parts(config)
     here.check(config, parts)
-    here.join(parts.optimizer)
     check_fit("train", parts, lambda: splits.train.sample(1).to(device=device(config)))
     if config.preflight:
         draw = lambda: splits.train.sample(config.meta_batch).to(device=device(config))  # noqa: E731

@@ -11,7 +11,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from experiments.run import checkpoint, resume
 from metagrad.distributed import average_buffers, average_gradients
-from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 from metagrad.tasks.batch import share_of
 
 if TYPE_CHECKING:
@@ -75,18 +74,12 @@ class Ranks:
                 f"train: meta_batch={config.meta_batch} leaves some of {self.size} processes without a task. Set "
                 f"meta_batch={self.size} or more, or start fewer processes."
             )
-        is_alone = hasattr(parts.optimizer, "backward") and not takes_group(parts.optimizer)
-        if parts.takes_closure or is_alone:
+        if parts.takes_closure or hasattr(parts.optimizer, "backward"):
             raise ValueError(
                 f"train: {type(parts.optimizer).__name__} takes derivatives of the loss of the whole meta-batch, of "
-                "which each process has a share. Take optimizer=adam, adahessian, shampoo, soap or another that uses "
-                "averaged gradients, or start one process."
+                "which each process has a share. Take optimizer=adam, shampoo, soap or another that uses averaged "
+                "gradients, or start one process."
             )
-
-    def join(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer share its curvature, or the work on its matrices, with those of the other processes."""
-        if self.size > 1 and takes_group(optimizer):
-            optimizer.group = self.group
 
     def seed(self, seed: int) -> None:
         """Give each process random numbers of its own, beside those of tasks and initialisation."""
@@ -142,11 +135,6 @@ class Ranks:
         with _told():
             dist.all_gather_object(everyone, value, group=self.group)
         return everyone
-
-
-def takes_group(optimizer: torch.optim.Optimizer) -> TypeGuard[RuleOptimizer]:
-    """Say whether an optimizer can take its steps together with those of other processes."""
-    return isinstance(optimizer, RuleOptimizer) and "group" in optimizer.options
 
 
 def counted(out: MetaOutput) -> int:

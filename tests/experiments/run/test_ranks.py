@@ -189,41 +189,6 @@ def test_what_several_processes_cannot_compute_is_refused(composed, overrides, m
         in_threads(2, lambda group: Ranks(group).check(config, parts))
 
 
-def test_shampoo_shares_its_roots(composed):
-    parts = [build_parts(composed("device=cpu", "optimizer=shampoo")) for _ in range(2)]
-    alone = build_parts(composed("device=cpu", "optimizer=adam"))
-
-    def process(group):
-        Ranks(group).join(parts[group.rank()].optimizer)
-        Ranks(group).join(alone.optimizer)
-        return parts[group.rank()].optimizer.group is group
-
-    assert in_threads(2, process) == [True, True]
-    assert not hasattr(alone.optimizer, "group")
-
-
-def test_adahessian_takes_the_curvature_of_the_whole_meta_batch(composed):
-    config = composed("device=cpu", "optimizer=adahessian", "seed=3")
-    batch = mg.tasks.Sinusoid().sample(5).to(dtype=torch.float64)
-    alone, *parts = [build_parts(config) for _ in range(3)]
-    for one in (alone, *parts):
-        one.module.double().load_state_dict(alone.module.state_dict())
-        one.optimizer.param_groups[0]["seed"] = 0
-
-    def process(group):
-        own, of_process = Ranks(group), parts[group.rank()]
-        own.join(of_process.optimizer)
-        for _ in range(2):
-            outer.step(of_process, own.share(batch), lambda _: nullcontext(), own)
-        return of_process.module.state_dict()
-
-    found = in_threads(2, process)
-    for _ in range(2):
-        outer.step(alone, batch, lambda _: nullcontext())
-    for state in found:
-        torch.testing.assert_close(dict(state), dict(alone.module.state_dict()), rtol=1e-8, atol=1e-10)
-
-
 def test_processes_draw_different_random_numbers_and_find_them_again(composed, tmp_path):
     config, path = composed("device=cpu"), tmp_path / "last.pt"
     parts = build_parts(config)
