@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.optim.second_order.curvature_optimizer import WeightedLoss, options_of
-from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer, hessian_diagonal
-from metagrad.optim.second_order.probes import signs_like
+from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer, hessian_diagonal, signs_like
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
 
 

@@ -12,12 +12,19 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.checks import warn
 from metagrad.core.tree import widened
-from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, WeightedLoss
-from metagrad.optim.second_order.probes import generators_of
+from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, WeightedLoss, generators_of
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import Group, Work
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+def signs_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw -1 and 1 in the shape of a tensor."""
+    bits = torch.empty(tensor.shape, dtype=torch.int8, device=tensor.device).random_(
+        0, 2, generator=generator
+    )
+    return (2 * bits - 1).to(tensor.dtype)
 
 
 def hessian_diagonal(

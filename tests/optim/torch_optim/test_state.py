@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from metagrad.optim import KFAC, AdaHessian, NewtonCG, Shampoo, SophiaH, SparseAdam
-from metagrad.optim.second_order.probes import mixed
+from metagrad.optim.second_order.curvature_optimizer import mixed
 from tests.marks import slow
 from tests.optim.torch_optim.cases import (
     assert_equal,
