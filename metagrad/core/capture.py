@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from metagrad.core import _torch
 
@@ -71,18 +70,6 @@ class RandomState:
             for generator in _generators(generators)
             if libraries is None or generator.library == "torch" or generator.library in libraries
         ]
-        self._noted: set[int] = set()
-
-    def note(self, generator: torch.Generator) -> None:
-        """Include a generator that is about to be handed to a torch function."""
-        if id(generator) not in self._noted:
-            self._noted.add(id(generator))  # which is kept alive by its methods
-            handed = _Generator("torch", generator.get_state, generator.set_state)
-            self.states.append((handed, handed.get()))
-
-    def watched(self) -> contextlib.AbstractContextManager[object]:
-        """Include generators that are handed to torch functions meanwhile."""
-        return _NotingGenerators(self)
 
     def close(self) -> None:
         """Forget the states that the call left as they were."""
@@ -110,26 +97,6 @@ class RandomState:
         """Set the generators back."""
         for generator, state in self.states:
             generator.set(state)
-
-
-class _NotingGenerators(TorchFunctionMode):
-    """Notes which generators are handed to torch functions."""
-
-    def __init__(self, random: RandomState) -> None:
-        super().__init__()
-        self.random = random
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            self.random.note(kwargs["generator"])
-        return func(*args, **kwargs)
 
 
 class _Flag(NamedTuple):

@@ -8,29 +8,21 @@ trace.
 from __future__ import annotations
 
 import contextlib
-import functools
-import types
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metagrad.core._torch import FakeTensor, is_functorch_wrapped, named_modules, without_torch_function
-from metagrad.core.tree import ATOMS
+from metagrad.core._torch import FakeTensor, is_functorch_wrapped, without_torch_function
 
-_MOST = 1000  # objects to look at
+LARGE = 2**14
+"""Numbers of a constant, beyond which a loop keeps no copy of it."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
-_INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
 _CONTAINERS = {dict, OrderedDict, list, set}
-_LARGE = 2**14  # numbers of a constant, beyond which no copy of it is kept
-_TABLES = [
-    name
-    for name, table in vars(nn.Module()).items()
-    if isinstance(table, dict) and name != "_parameters" and "state_dict" not in name
-]
-"""The dicts of a module that say what a call of it does: buffers, submodules and hooks. Parameters are operands."""
+_INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
 
 
 def check_substitutable(call: str, modules: Iterable[nn.Module]) -> None:
@@ -109,65 +101,6 @@ def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """Find the modules that a function can reach: itself, its ``__self__``, its closure and the globals it names."""
-    found: dict[int, nn.Module] = {}
-    seen: set[int] = set()
-    waiting: list[object] = [function]
-    while waiting and len(seen) < _MOST:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            found.update((id(module), module) for module in value.modules())
-        else:
-            waiting.extend(_reached_from(value))
-    return list(found.values())
-
-
-def _reached_from(value: object) -> Iterator[object]:
-    if isinstance(value, types.FunctionType):
-        if not value.__module__ or not value.__module__.startswith("torch."):
-            yield from _names_in(value)
-    elif isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, (list, tuple)):
-        yield from (item for item in value[:_MOST] if _may_hold(item))
-    elif isinstance(value, dict):
-        yield from (item for item in value.values() if _may_hold(item))
-    elif _may_hold(value):
-        yield from (item for item in getattr(value, "__dict__", {}).values() if _may_hold(item))
-
-
-def captured_values(function: types.FunctionType) -> Iterator[object]:
-    """Yield what a function has closed over, and its defaults."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield cell.cell_contents
-    yield from function.__defaults__ or ()
-
-
-def _names_in(function: types.FunctionType) -> Iterator[object]:
-    yield from captured_values(function)
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial)):
-            yield value
-
-
-def _may_hold(value: object) -> bool:
-    """Say whether a value may lead to a module: it is neither plain, nor a type, nor of torch."""
-    kind = type(value)
-    if kind.__module__ == "builtins":
-        return kind in (list, tuple, dict, types.FunctionType, types.MethodType)
-    if kind is functools.partial or isinstance(value, nn.Module):
-        return True
-    return not kind.__module__.startswith(("torch.", "numpy")) and not isinstance(value, type)
-
-
 class ModuleSnapshot:
     """What modules are: attributes, flags, counters, containers among them, hooks, buffers and their values.
 
@@ -176,61 +109,76 @@ class ModuleSnapshot:
     Args:
         modules: The modules, each once.
         kept: Copies of buffers by their ids, shared by the snapshots of a loop; None copies no values.
+        most: How many numbers a buffer may have to be copied; of a larger one the version is known.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], kept: dict[int, Tensor] | None = None) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], kept: dict[int, Tensor] | None = None, most: float = LARGE
+    ) -> None:
         self.modules = list(modules)
-        self._held: list[tuple[Any, Any]] = []
-        for module in self.modules:
-            namespace = module.__dict__
-            self._held.append((namespace, namespace.copy()))
-            for name, value in namespace.items():
-                if type(value) in _CONTAINERS and name != "_parameters" and (value or name not in _INTERNAL):
-                    self._held.append((value, value.copy()))
-        self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor | int | None]] = []
-        if kept is not None:
-            self._buffers = [
-                (module._buffers, name, buffer, content_of(buffer, kept))
-                for module in self.modules
-                for name, buffer in module._buffers.items()
-                if buffer is not None
-            ]
+        self._held = [_contents(module.__dict__) for module in self.modules]
+        self._buffers = [
+            (module, name, buffer, content_of(buffer, kept, most))
+            for module in (self.modules if kept is not None else ())
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
 
-    def put_back(self) -> None:
-        """Set the modules back to what they were, but for the values of buffers."""
-        for container, content in self._held:
-            _refill(container, content)
+    def put_back(self, *, values: bool = False) -> None:
+        """Set the modules back to what they were, with ``values`` also the buffers that were copied."""
+        for contents in self._held:
+            for container, content in contents:
+                _refill(container, content)
+        for _, _, buffer, value in self._buffers if values else ():
+            if isinstance(value, Tensor) and not is_as_it_was(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
 
     @contextlib.contextmanager
     def restored(self, call: str = "") -> Generator[None]:
         """Set the modules back, with copies of their buffers, within a ``with`` block; undo what happens in it.
 
         Raises:
-            RuntimeError: A large buffer, of which no copy is kept, was written into since.
+            RuntimeError: A buffer of which no copy is kept was written into since.
         """
         now = ModuleSnapshot(self.modules)
         try:
             self.put_back()
-            for table, name, buffer, value in self._buffers:
-                if isinstance(value, int) and buffer._version != value:
+            for module, name, buffer, value in self._buffers:
+                if not isinstance(value, Tensor) and not is_as_it_was(buffer, value):
                     raise RuntimeError(
                         f"{call}: the buffer {name!r} of shape {tuple(buffer.shape)} was modified in place between "
                         "the forward pass and its recomputation. Modify a copy."
                     )
-                table[name] = value.clone() if isinstance(value, Tensor) else buffer
+                module._buffers[name] = value.clone() if isinstance(value, Tensor) else buffer
             yield
         finally:
             now.put_back()
 
+    def changed(self, since: ModuleSnapshot) -> tuple[nn.Module, str] | None:
+        """Return a module that has changed, and how; None if none has.
 
-def content_of(tensor: Tensor, kept: dict[int, Tensor]) -> Tensor | int | None:
+        Args:
+            since: Attributes are compared with this snapshot of the same modules: the first call of a module may
+                prepare the others.
+        """
+        for module, name, buffer, value in self._buffers:
+            if module._buffers.get(name) is not buffer or not is_as_it_was(buffer, value):
+                return module, f"writes its buffer {name!r}"
+        for module, contents in zip(self.modules, since._held, strict=True):
+            if (name := _changed_attribute(module.__dict__, contents)) is not None:
+                return module, f"changes its attribute {name!r}"
+        return None
+
+
+def content_of(tensor: Tensor, kept: dict[int, Tensor] | None, most: float = LARGE) -> Tensor | int | None:
     """Return a copy of a constant, the one that is kept if the constant is as it was; of others their version.
 
     Others are large tensors, and those that require grad. Inference tensors have no version.
     """
     if tensor.is_inference() or tensor.layout != torch.strided:
         return None
-    if tensor.requires_grad or tensor.numel() > _LARGE:
+    if tensor.requires_grad or tensor.numel() > most or kept is None:
         return tensor._version
     copy = kept.get(id(tensor))
     if copy is None or not torch.equal(copy, tensor):
@@ -245,238 +193,55 @@ def is_as_it_was(tensor: Tensor, content: Tensor | int | None) -> bool:
     return content is None or tensor._version == content
 
 
-class ModuleState:
-    """The flags, numbers and buffers of modules, and constant tensors, as they were when the modules were called."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.states = [(module, _constants(module), dict(module._buffers)) for module in modules]
-        self.tables: list[dict[str, dict[str, Any]]] = []
-
-    def settle(self) -> None:
-        """Note submodules and hooks too; after a call, since the first one may prepare the others."""
-        self.tables = [_tables(module) for module, *_ in self.states]
-
-    def rebound_buffer(self) -> str | None:
-        """Return the name of a buffer that is another tensor than it was."""
-        for module, _, buffers in self.states:
-            for name, buffer in buffers.items():
-                if module._buffers.get(name) is not buffer:
-                    return name
-        return None
-
-    def buffers(self) -> list[Tensor]:
-        """Return all buffers, as they were."""
-        return [buffer for _, _, buffers in self.states for buffer in buffers.values() if buffer is not None]
-
-    def is_as_now(self) -> bool:
-        """Say whether all that was noted is as it was."""
-        modules = [module for module, *_ in self.states]
-        return (
-            self.rebound_buffer() is None
-            and all(_hold_same(constants, _constants(module)) for module, constants, _ in self.states)
-            and all(map(_have_same, self.tables, map(_tables, modules)))
-        )
-
-    def put_back(self) -> None:
-        """Set the modules back to what they were."""
-        for (module, *_), tables in zip(self.states, self.tables, strict=False):
-            _refill_tables(module, tables)
-        for module, constants, buffers in self.states:  # as before a call, which may bind others
-            module.__dict__.update(constants)
-            if buffers:
-                module._buffers.update(buffers)
-
-    @contextlib.contextmanager
-    def restored(self) -> Generator[None]:
-        """Set the modules back within a ``with`` block; afterwards they are again as they are now."""
-        now = ModuleContents((module for module, *_ in self.states), kinds=(list,))
-        try:
-            self.put_back()
-            yield
-        finally:
-            now.put_back()
-
-
-class ModuleContents:
-    """What modules hold: their attributes, their ``_TABLES``, and the entries of containers of some kinds."""
-
-    def __init__(self, modules: Iterable[nn.Module], kinds: tuple[type, ...] = (list, dict, set)) -> None:
-        self.held = [
-            (module, module.__dict__.copy(), _tables(module), _entries(module, kinds)) for module in modules
-        ]
-
-    def put_back(self) -> None:
-        """Set the modules back to these contents."""
-        for module, attributes, tables, entries in self.held:
-            _put_back(module.__dict__, attributes)
-            _refill_tables(module, tables)
-            for name, content in entries.items():
-                _refill_values(attributes[name], content)
-
-
-class WatchedModules(ModuleContents):
-    """What modules hold, down to the values of buffers: changes are found, and can be undone.
-
-    Args:
-        roots: Modules; other objects are passed over.
-    """
-
-    def __init__(self, roots: Iterable[object]) -> None:
-        self.names = _names_of(roots)
-        super().__init__(self.names)
-        self.noted: ModuleContents = self
-        self.values = [
-            (module, name, buffer, buffer.detach().clone(), buffer._version)
-            for module, _, tables, _ in self.held
-            for name, buffer in tables.get("_buffers", {}).items()
-            if buffer is not None
-        ]
-
-    def note_attributes(self) -> None:
-        """Count changes of attributes from here on: the first call of a module may prepare the others."""
-        self.noted = ModuleContents(self.names)
-
-    def changed(self) -> str | None:
-        """Say in a sentence which buffer or attribute has changed."""
-        for module, name, buffer, before, version in self.values:
-            # Not by version alone: batch normalisation writes its running statistics without a new one.
-            if module._buffers.get(name) is not buffer or _is_written(buffer, before, version):
-                return f"{self._kind(module)} writes its buffer {name!r}, which all tasks share"
-        for before, after in zip(self.noted.held, ModuleContents(self.names).held, strict=True):
-            if (name := _changed_attribute(before, after)) is not None:
-                return f"{self._kind(before[0])} changes its attribute {name!r}, which all tasks share"
-        return None
-
-    def _kind(self, module: nn.Module) -> str:
-        return f"{type(module).__name__} ({self.names[module] or 'the module itself'})"
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Set the modules back to these contents, and the buffers to their values."""
-        super().put_back()
-        for _, _, buffer, before, version in self.values:
-            if _is_written(buffer, before, version):
-                buffer.copy_(before)
-
-
 def buffer_versions(model: nn.Module) -> list[tuple[int, int]]:
     """Return the identities and versions of buffers: they change when one is replaced or written into."""
     return [(id(buffer), buffer._version) for buffer in model.buffers()]
 
 
-def _constants(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are numbers, strings and the like, or tensors without a graph."""
-    return {
-        name: value
-        for name, value in module.__dict__.items()
-        if type(value) in ATOMS or (type(value) is Tensor and value.grad_fn is None)
-    }
-
-
-def _tables(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return copies of the ``_TABLES`` of a module that are not empty."""
-    namespace = module.__dict__
-    return {name: table.copy() for name in _TABLES if (table := namespace.get(name))}
-
-
-def _refill_tables(module: nn.Module, tables: Mapping[str, dict[str, Any]]) -> None:
-    for name in _TABLES:
-        table: dict[str, Any] | None = module.__dict__.get(name)
-        if table is not None and (table or name in tables):
-            _put_back(table, tables.get(name, {}))
-
-
-def _have_same(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> bool:
-    return before.keys() == after.keys() and all(map(_hold_same, before.values(), after.values()))
-
-
-def _hold_same(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Say whether the entries are the same objects, or equal numbers, strings and the like."""
-    return before.keys() == after.keys() and all(
-        value is after[name] or _is_equal(value, after[name]) for name, value in before.items()
-    )
-
-
-def _put_back(namespace: dict[str, Any], values: dict[str, Any]) -> None:
-    if list(namespace) != list(values):
-        namespace.clear()
-    namespace.update(values)
-
-
-def _names_of(roots: Iterable[object]) -> dict[nn.Module, str]:
-    found: dict[nn.Module, str] = {}
-    for root in roots:
-        for name, module in named_modules(root) if isinstance(root, nn.Module) else ():
-            if not isinstance(module, torch.jit.ScriptModule):
-                found.setdefault(module, name)
-    return found
-
-
-def _is_written(buffer: Tensor, before: Tensor, version: int) -> bool:
-    return buffer._version != version or not torch.equal(buffer, before)
-
-
-def _entries(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, list[Any]]:
-    """Return what the containers among a module's attributes hold, to be compared by identity."""
-    return {
-        name: _content(value)
-        for name, value in module.__dict__.items()
-        if isinstance(value, kinds) and name not in _INTERNAL
-    }
-
-
-def _content(value: Any) -> list[Any]:
-    return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+def _contents(namespace: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the containers that a module consists of, its namespace first, and copies of them."""
+    contents: list[tuple[Any, Any]] = [(namespace, namespace.copy())]
+    for name, value in namespace.items():
+        if type(value) in _CONTAINERS and name != "_parameters" and (value or name not in _INTERNAL):
+            contents.append((value, value.copy()))
+    return contents
 
 
 def _refill(container: Any, content: Any) -> None:
     if isinstance(container, list):
         container[:] = content
         return
-    if (isinstance(container, dict) and container.keys() != content.keys()) or isinstance(container, set):
+    if isinstance(container, set) or container.keys() != content.keys():
         container.clear()
     container.update(content)
 
 
-def _refill_values(value: Any, content: list) -> None:
-    """Set a container back to what it held."""
-    if _are_same(_content(value), content):
-        return
-    if isinstance(value, list):
-        value[:] = content
-        return
-    half = len(content) // 2
-    items = zip(content[:half], content[half:], strict=True) if isinstance(value, dict) else content
-    value.clear()
-    value.update(items)
-
-
-def _changed_attribute(first: tuple[Any, ...], second: tuple[Any, ...]) -> str | None:
-    """Return the name of an attribute of a module that has changed."""
-    (_, before, _, entries), (_, after, _, others) = first, second
-    for name in (before.keys() | after.keys()) - _INTERNAL:
-        if name not in before or name not in after:
+def _changed_attribute(now: dict[str, Any], contents: list[tuple[Any, Any]]) -> str | None:
+    """Return the name of an attribute that was set, or of a container that was changed."""
+    copies = {id(container): content for container, content in contents}
+    before = contents[0][1]
+    for name in (before.keys() | now.keys()) - _INTERNAL:
+        if name not in before or name not in now:
             return name
-        same = before[name] is after[name]
-        if not (
-            _are_same(entries.get(name, []), others.get(name, []))
-            if same
-            else _is_equal(before[name], after[name])
-        ):
+        if not _is_equal(before[name], now[name]):
+            return name
+        if (copy := copies.get(id(now[name]))) is not None and not _holds_same(copy, now[name]):
             return name
     return None
 
 
-def _are_same(before: list, after: list) -> bool:
-    return len(before) == len(after) and all(
-        a is b or _is_equal(a, b) for a, b in zip(before, after, strict=True)
-    )
+def _holds_same(before: Any, now: Any) -> bool:
+    if isinstance(before, dict):
+        return list(before) == list(now) and _holds_same(list(before.values()), list(now.values()))
+    return len(before) == len(now) and all(map(_is_equal, before, now))
 
 
-def _is_equal(a: object, b: object) -> bool:
-    """Compare values that are plain, and tuples of such."""
-    if type(a) is not type(b):
+def _is_equal(first: object, second: object) -> bool:
+    """Return whether values are the same object, or equal plain values, or tuples of such."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
         return False
-    if isinstance(a, tuple) and not isinstance(a, torch.Size):
-        return len(a) == len(b) and all(map(_is_equal, a, b))  # type: ignore[arg-type]
-    return isinstance(a, _PLAIN) and a == b
+    if type(first) is tuple:
+        return len(first) == len(second) and all(map(_is_equal, first, second))  # type: ignore[arg-type]
+    return isinstance(first, _PLAIN) and first == second

@@ -23,7 +23,7 @@ from metagrad.core._torch import Function
 from metagrad.core.budget import BudgetError, Mode
 from metagrad.core.capture import AutocastState, RandomState
 from metagrad.core.checks import warn
-from metagrad.core.modules import modules_of
+from metagrad.core.reach import Reached
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, is_differentiable, tree_map
 
@@ -149,7 +149,7 @@ def _again(loop: Loop) -> Loop:
 
     def recomputed(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
         tensors, structure = dissect((state, args))
-        modules, random, autocast = modules_of(step), RandomState(), AutocastState()
+        modules, random, autocast = Reached(step).modules, RandomState(), AutocastState()
         found: list[Structure] = []
 
         def call(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -22,7 +22,7 @@ from metagrad.autograd.checks.lint_rules import Kind
 from metagrad.core import _torch
 from metagrad.core._torch import named_modules
 from metagrad.core.capture import RandomState
-from metagrad.core.modules import ModuleContents
+from metagrad.core.modules import ModuleSnapshot
 from metagrad.core.structured import Nested, call_on, restored, structured
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
@@ -240,7 +240,7 @@ class _Float64:
         try:
             self.subject = subject.in_float64()
             self.modules = list(self.subject.root.modules())
-            self.generators, self.state = RandomState(), ModuleContents(self.modules)
+            self.generators, self.state = RandomState(), ModuleSnapshot(self.modules)
             trace = Trace(self.subject)
             loss = trace.loss(self.subject)
         except torch.OutOfMemoryError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
@@ -14,7 +15,7 @@ from metagrad.autograd.checks.lint import HIGHEST_ORDER
 from metagrad.core.attention import unfused_attention
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import is_a, is_list_or_tuple, is_mapping
-from metagrad.core.modules import WatchedModules, check_substitutable
+from metagrad.core.modules import ModuleSnapshot, check_substitutable
 from metagrad.core.structured import restored, structured
 from metagrad.memory.tracker import MemoryTracker
 from metagrad.meta.algorithm import Algorithm, MetaOutput
@@ -122,11 +123,11 @@ def _untouched(subject: Subject) -> Generator[None]:
     """Leave buffers, attributes of modules and random generators as they were; look in grad mode."""
     # As MAML itself does, second derivatives of attention are taken by the kernel that has them.
     with torch.inference_mode(False), torch.enable_grad():
-        state, generators = WatchedModules([subject.root]), RandomState()
+        state, generators = ModuleSnapshot(subject.root.modules(), {}, math.inf), RandomState()
         try:
             yield
         finally:
-            state.put_back()
+            state.put_back(values=True)
             generators.restore()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core import _torch
+from metagrad.core._torch import named_modules
 from metagrad.core.attention import unfused_attention
 from metagrad.core.capture import RandomState
-from metagrad.core.modules import WatchedModules, buffer_versions
+from metagrad.core.modules import ModuleSnapshot, buffer_versions
+from metagrad.core.reach import Reached
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
 from metagrad.meta.execution.nonfinite import GradientCheck, Learned, Nonfinite, finite_tasks, merged
 from metagrad.meta.execution.stacking import (
@@ -182,25 +185,30 @@ class TaskExecutor:
     def _changes(self, tasks: Tasks) -> str | None:
         """Return what changes from call to call, of modules or random generators, and put it back."""
         (task,) = self._with_rows(tasks.select(slice(0, 1)), 1).split(1)
+        paths = {module: path for root in self._modules for path, module in named_modules(root)}
+        state, generators = (
+            ModuleSnapshot(paths, {}, math.inf),
+            RandomState(Reached(self._modules).generators),
+        )
         with torch.no_grad():
-            state, generators = WatchedModules(self._modules), RandomState()
             try:
-                with generators.watched():
-                    first = self.probe(task)
-                    state.note_attributes()  # the first call may prepare the others
-                    drawn = generators.moved() - {"torch"}
-                    generators.restore()
-                    second = self.probe(task)
+                first = self.probe(task)
+                prepared = ModuleSnapshot(paths)  # the first call may prepare the others
+                drawn = generators.moved() - {"torch"}
+                generators.restore()
+                second = self.probe(task)
                 if drawn:
                     return f"the model draws from {min(drawn)}, which stacked tasks would do once for all of them"
                 is_same = torch.allclose(first, second, rtol=_SAME, atol=_SAME, equal_nan=True)
-                return state.changed() or (
-                    None if is_same else "its loss is another one when it is called again"
-                )
+                if (changed := state.changed(prepared)) is not None:
+                    module, how = changed
+                    path = paths[module] or "the module itself"
+                    return f"{type(module).__name__} ({path}) {how}, which all tasks share"
+                return None if is_same else "its loss is another one when it is called again"
             except Exception:
                 return None  # the loop raises it again
             finally:
-                state.put_back()
+                state.put_back(values=True)
                 generators.restore()
 
     def probe(self, task: Tasks) -> Tensor:
