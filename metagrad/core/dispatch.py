@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
+from metagrad.core import _torch
+
 
 class _Active(threading.local):
     """The modes whose ``with`` blocks this thread is in, the outermost first."""
@@ -65,20 +67,22 @@ class Dispatch(TorchFunctionMode):
 
 
 class DispatchState:
-    """The modes that are active now, to be active again later."""
+    """The modes that are active now, and whether tensor subclasses take part, to be so again later."""
 
     def __init__(self) -> None:
         self.modes = list(_active.modes)
-
-    def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Enter the modes that are not active, within a ``with`` block."""
-        return self._restored() if self.modes else contextlib.nullcontext()
+        self.has_subclasses: bool = _torch.has_torch_function_of_subclasses()
 
     @contextlib.contextmanager
-    def _restored(self) -> Generator[None]:
+    def restored(self) -> Generator[None]:
+        """Enter the modes that are not active, within a ``with`` block.
+
+        Torch takes a mode off its stack while the mode handles ``torch.autograd.grad``, and subclasses likewise.
+        """
         with contextlib.ExitStack() as stack:
+            if self.has_subclasses and not _torch.has_torch_function_of_subclasses():
+                stack.enter_context(_torch.with_torch_function())
             for mode in self.modes:
-                # Torch takes a mode off its stack while the mode handles torch.autograd.grad itself.
                 if mode not in _active.modes or mode._depth:
                     stack.enter_context(mode)
             yield
