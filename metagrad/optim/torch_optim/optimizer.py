@@ -7,7 +7,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -15,20 +15,14 @@ from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.grad import refuse_complex
-from metagrad.core._torch import linalg
 from metagrad.core.checks import check_choice, warn
 from metagrad.core.modules import refuse_sharded
-from metagrad.core.tree import widened
-from metagrad.distributed.sums import everywhere, refuse_different
 from metagrad.optim.per_parameter import check_real
 from metagrad.optim.rule import Params, documented_fields, with_arguments
 from metagrad.optim.torch_optim.move import Change, step_whole
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
 from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
 from metagrad.sparse.tables.row_sparse import RowSparse
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 ParameterGroups: TypeAlias = "Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"
 """Parameters, parameters with their names, or groups of them with hyper-parameters of their own."""
@@ -41,29 +35,11 @@ Computed = TypeVar("Computed")
 _FAILED_FACTORISATIONS = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[reportPrivateImportUsage]
 
 
-class Option(NamedTuple):
-    """An argument of an optimizer that is no field of its rule."""
-
-    default: Any
-    doc: str
-    annotation: str
-
-
-NONFINITE = Option(
-    "raise",
-    "Where the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorised, parameters "
-    'and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in '
-    "``opt.stats``.",
-    "Literal['raise', 'skip']",
-)
-
-
-GROUP = Option(
-    None,
-    "The processes that train together: their parameters are the same, and their gradients averaged by "
-    ":func:`~metagrad.distributed.average_gradients`, in the closure if there is one; else the step is refused. All "
-    "take the same step, or none where something is not finite in one of them. None: this process alone.",
-    "ProcessGroup | None",
+PARAMS = "Parameters, with names or without, or groups of them, which may have hyper-parameters of their own."
+NONFINITE = (
+    "If the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorized, parameters and "
+    'state stay as they are. A step then ``"raise"``s an error, or is left out (``"skip"``) and counted in '
+    "``opt.stats``."
 )
 
 
@@ -79,9 +55,9 @@ class RuleOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose steps are those of a rule.
 
     ``class Lion(RuleOptimizer, rule=LionRule)`` defines a subclass. Its arguments are the fields of the rule, with
-    their defaults and documentation, and its ``options``. Hyper-parameters are stored only in ``param_groups``,
-    where schedulers find them. Each step makes a rule of those of a group. The rule does the arithmetic. This class
-    writes the parameters in place, keeps the state, and implements the rest of ``torch.optim``'s interface.
+    their defaults and documentation. Hyper-parameters are stored only in ``param_groups``, where schedulers find
+    them. Each step makes a rule of those of a group. The rule does the arithmetic. This class writes the parameters
+    in place, keeps the state, and implements the rest of ``torch.optim``'s interface.
 
     A step is computed before it is written. If the loss, a gradient, the curvature or what is made of them is NaN or
     infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
@@ -98,18 +74,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     rule: ClassVar[type]
     """The functional optimizer."""
-    options: ClassVar[Mapping[str, Option]] = {"nonfinite": NONFINITE}
-    """The options of a group besides the fields of the rule."""
-    moves: ClassVar[tuple[str, str]] = (
-        "params",
-        "Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.",
-    )
-    """The first argument, and its documentation."""
     takes_rows: ClassVar[bool] = False
     """Whether gradients may be row-sparse."""
     __signature__: ClassVar[inspect.Signature]
-    group: ProcessGroup | None = None
-    """The processes that take steps together, of the optimizers that have such an argument."""
     _losses: Sequence[Tensor] = ()
     """The losses of this step."""
 
@@ -126,64 +93,41 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__init_subclass__()
         if rule is None:
             return
-        fields = {field.name: field for field in documented_fields(rule)}
-        unknown = {*without, *defaults} - fields.keys()
+        fields = {field.name: field for field in documented_fields(rule) if field.name not in without}
+        unknown = {*without, *defaults} - {field.name for field in documented_fields(rule)}
         if unknown:
             raise TypeError(
                 f"class {cls.__name__}: {rule.__name__} has no field {', '.join(sorted(unknown))}."
             )
         cls.rule = rule
-        arguments = {
-            name: Option(defaults.get(name, field.default), field.metadata["doc"], _type(field.type))
-            for name, field in fields.items()
-            if name not in (*without, *cls.options)
-        } | dict(cls.options)
-        kinds = inspect.Parameter
+        made, either = inspect.Parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD
         cls.__signature__ = inspect.Signature(
             [
-                kinds(cls.moves[0], kinds.POSITIONAL_OR_KEYWORD),
+                made("params", either),
                 *(
-                    kinds(
-                        name,
-                        kinds.KEYWORD_ONLY if name in cls.options else kinds.POSITIONAL_OR_KEYWORD,
-                        default=option.default,
-                        annotation=option.annotation,
+                    made(
+                        name, either, default=defaults.get(name, field.default), annotation=_type(field.type)
                     )
-                    for name, option in arguments.items()
+                    for name, field in fields.items()
                 ),
+                made("nonfinite", made.KEYWORD_ONLY, default="raise", annotation="Literal['raise', 'skip']"),
             ]
         )
-        described = [(name, option.doc) for name, option in arguments.items()]
-        cls.__doc__ = with_arguments(cls.__doc__ or "", [cls.moves, *described])
+        described = {name: field.metadata["doc"] for name, field in fields.items()}
+        described = {"params": PARAMS, **described, "nonfinite": NONFINITE}
+        cls.__doc__ = with_arguments(cls.__doc__ or "", described.items())
 
-    def __init__(self, params: ParameterGroups, *args: Any, **options: Any) -> None:
-        self._initialize(params, self._given(params, *args, **options))
-
-    @classmethod
-    def _given(cls, *args: Any, **options: Any) -> dict[str, Any]:
-        """Return arguments by name, or their defaults, without the first."""
+    def __init__(self, *args: Any, **options: Any) -> None:
         try:
-            given = cls.__signature__.bind(*args, **options)
+            given = self.__signature__.bind(*args, **options)
         except TypeError as error:
-            raise TypeError(f"{cls.__name__}({cls.moves[0]}, ...): {error}.") from None
+            raise TypeError(f"{type(self).__name__}(params, ...): {error}.") from None
         given.apply_defaults()
-        return {name: value for name, value in given.arguments.items() if name != cls.moves[0]}
+        self._initialize(given.arguments.pop("params"), given.arguments)
 
-    def _initialize(self, params: ParameterGroups, defaults: dict[str, Any]) -> None:
+    def _initialize(self, params: ParameterGroups, defaults: Mapping[str, Any]) -> None:
         """Set the optimizer up, by the defaults of a group."""
-        defaults = dict(defaults)
-        group = defaults.pop("group", None)
-        if group is not None and group.size() > 1:
-            self.group = group
         super().__init__(params, {"nonfinite": "raise", **defaults, "step": 0})  # type: ignore[arg-type]
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.group is not None:
-            raise TypeError(
-                f"{type(self).__name__}: an optimizer with a process group is neither copied nor pickled. Save "
-                "opt.state_dict(), and load it into an optimizer of each process."
-            )
-        return super().__getstate__()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, with hyper-parameters of their own where given; the others are the defaults."""
@@ -250,8 +194,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         work = self._all_work()
         if not self._are_finite([*self._seen_losses(), *chain.from_iterable(map(self._observed, work))]):
             return
-        if self.group is not None:
-            self._refuse_different(work, self.group)
         changes = self._factorised(
             lambda: [change for one in work if one.params for change in self._changes(one)]
         )
@@ -286,22 +228,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         for key, g in work.grads.items():
             yield f"the gradient of {key!r}", g
 
-    def _refuse_different(self, work: Sequence[Work], group: ProcessGroup) -> None:
-        tensors = [tensor for one in work for tensor in (*one.params.values(), *one.grads.values())]
-        none = torch.zeros((), dtype=torch.float64, device=self._device())
-        norms = [none, *(linalg.vector_norm(widened(tensor)).to(none) for tensor in tensors)]
-        refuse_different(
-            f"{type(self).__name__}.step",
-            "parameters and their gradients",
-            torch.stack(norms),
-            group,
-            advice="Begin with the same parameters, and call metagrad.distributed.average_gradients(model) before "
-            "each step.",
-        )
-
-    def _device(self) -> torch.device:
-        return self.param_groups[0]["params"][0].device
-
     def _seen_losses(self) -> Iterator[tuple[str, Tensor]]:
         if not hasattr(self, "found_inf"):  # a scaled loss may overflow where its gradient does not
             for loss in self._losses:
@@ -309,12 +235,10 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _are_finite(self, described: Sequence[tuple[str, Tensor]]) -> bool:
         """Return whether the step may go on; raise or count where it may not."""
-        finite = is_finite([tensor for _, tensor in described])
-        if finite if self.group is None else everywhere(finite, self._device(), self.group):
+        if is_finite([tensor for _, tensor in described]):
             return True
         if not self._leaves_out():
-            own = (name for name, tensor in described if not is_finite([tensor]))
-            what = next(own, "something in another process of the group")
+            what = next(name for name, tensor in described if not is_finite([tensor]))
             raise FloatingPointError(
                 f"{type(self).__name__}.step: {what} is NaN or infinite; parameters and state are left as they were. "
                 "Lower the learning rate, or look in the loss for a root, a logarithm or a division at zero; "
@@ -407,7 +331,7 @@ def _numbers(loss: object) -> list[Tensor]:
 
 @functools.cache
 def _fields_of(cls: type[RuleOptimizer]) -> Set[str]:
-    return {field.name for field in documented_fields(cls.rule)} - cls.options.keys()
+    return {field.name for field in documented_fields(cls.rule)}
 
 
 @functools.lru_cache(maxsize=256)
@@ -425,7 +349,7 @@ def as_number(value: Any) -> Any:
 
 
 def _check_form(name: str, option: str, value: Any) -> None:
-    """Raise for the forms of a hyper-parameter that an optimizer's group has no use for, and negative tensors."""
+    """Raise for the forms of a hyper-parameter that an optimizer's group has no use for."""
     if isinstance(value, (tuple, list)) and option.startswith(("betas", "ns_")):
         for item in value:
             _check_form(name, option, item)
@@ -434,8 +358,6 @@ def _check_form(name: str, option: str, value: Any) -> None:
             raise ValueError(
                 f"{name}(params): {option} must have one element, got shape {tuple(value.shape)}."
             )
-        if not float(value) >= 0:
-            raise ValueError(f"{name}(params): {option} must be at least 0, got {float(value)}.")
     elif isinstance(value, (tuple, list, dict)):
         raise TypeError(
             f"{name}(params): {option} must be a number or a 0-d tensor, got {type(value).__name__}. Values for "
