@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -349,7 +348,6 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 has_torch_function: Callable[[Tensor], bool] = _overrides.has_torch_function_unary
 sequential_forward: Callable[..., Any] = nn.Sequential.forward
 add_safe_globals: Callable[[list[Any]], None] = _torch.serialization.add_safe_globals
-fork_rng: Callable[..., AbstractContextManager[None]] = _torch.random.fork_rng
 manual_seed: Callable[[int], torch.Generator] = _torch.manual_seed
 gradients_or_none: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.grad
 """``torch.autograd.grad`` with ``allow_unused=True``: None for what the outputs do not depend on."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
-from metagrad.core._torch import fork_rng, pytree
-from metagrad.core.substitution import replaced
-from metagrad.core.tree import Tree
-from metagrad.core.writes import written_by
+from metagrad.core.capture import RandomState
+from metagrad.core.dispatch import Dispatch
+from metagrad.core.substitution import own_buffers, replaced
+from metagrad.core.tree import Tree, tensors_in
 from metagrad.sparse.tables.table_proxy import TableProxy
 
 
@@ -91,7 +91,7 @@ def _found_ids(
     def ids_of(*args: Tree) -> dict[str, Tensor]:
         found = {name: [torch.zeros(0, dtype=torch.long, device=p.device)] for name, p in tables.items()}
         proxies = {id(table): _noting(table, name, found[name].append) for name, table in tables.items()}
-        with replaced(model, proxies), _Guard(model, tables):
+        with replaced(model, proxies), _HiddenTables(tables):
             called(*args)
         return {name: torch.cat(ids) for name, ids in found.items()}
 
@@ -114,63 +114,32 @@ def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:
     return TableProxy(name, source.shape, source, lookup)
 
 
-class _Guard(TorchFunctionMode):
-    """Hands copies of buffers and generators to the functions that write into them, and refuses hidden tables.
+class _HiddenTables(Dispatch):
+    """Raise ``ValueError`` where the model holds a table outside of a module's parameters: it cannot be replaced."""
 
-    A table is hidden where the model holds it outside of a module's parameters, so that it cannot be replaced.
-    """
-
-    def __init__(self, model: nn.Module, tables: Mapping[str, Tensor]) -> None:
+    def __init__(self, tables: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.names = {id(table): name for name, table in tables.items()}
-        self.buffers = {id(buffer) for buffer in model.buffers()}
-        self.copies: dict[int, Tensor] = {}
-        self.generators: dict[int, torch.Generator] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
+    def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that takes no table."""
+        for tensor in tensors_in((args, kwargs)):
             if id(tensor) in self.names:
-                self._refuse(self.names[id(tensor)], func)
-        for tensor in written_by(func, args, kwargs):
-            if id(tensor) in self.buffers and id(tensor) not in self.copies:
-                self.copies[id(tensor)] = tensor.clone()
-        if self.copies:
-            args, kwargs = pytree.tree_map_only(Tensor, lambda t: self.copies.get(id(t), t), (args, kwargs))
-        options = dict(kwargs or {})
-        if isinstance(options.get("generator"), torch.Generator):
-            options["generator"] = self._copy_of(options["generator"])
-        return func(*args, **options)
-
-    def _copy_of(self, generator: torch.Generator) -> torch.Generator:
-        if id(generator) not in self.generators:
-            self.generators[id(generator)] = generator.clone_state()
-        return self.generators[id(generator)]
-
-    def _refuse(self, name: str, func: Callable[..., Any]) -> None:
-        raise ValueError(
-            f"sparse=[{name!r}]: the model uses the table by {getattr(func, '__name__', func)}, from a place that "
-            "is not a parameter of a module, where its rows cannot take its place. Leave it out of sparse, or "
-            "give that use a parameter of its own."
-        )
+                raise ValueError(
+                    f"sparse=[{self.names[id(tensor)]!r}]: the model uses the table by "
+                    f"{getattr(function, '__name__', function)}, from a place that is not a parameter of a module, "
+                    "where its rows cannot take its place. Leave it out of sparse, or give that use a parameter of "
+                    "its own."
+                )
+        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _left_alone(model: nn.Module) -> Generator[None]:
-    """Leave the random generators and the buffers that a module holds as they were."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    """Leave the random generators and the buffers of a model as they were."""
+    random = RandomState()
     try:
-        with fork_rng(devices=devices):
+        with random.watched(), own_buffers(model.modules()):
             yield
     finally:
-        for buffers, before in held:
-            buffers.clear()
-            buffers.update(before)
+        random.restore()

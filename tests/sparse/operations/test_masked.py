@@ -14,7 +14,6 @@ from metagrad.sparse.operations.masked import mask_gradient, masked_mean, masked
 from tests.marks import slow
 
 MASKS = {
-    "full": torch.ones(3, 4, dtype=torch.bool),
     "mixed": torch.tensor([[1, 0, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0]], dtype=torch.bool),
     "an empty row": torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=torch.bool),
     "empty": torch.zeros(3, 4, dtype=torch.bool),
@@ -43,7 +42,6 @@ def softmax_rows(x, mask):
 
 
 CASES = {
-    "sum": (masked_sum, lambda x, m: x[m.expand(x.shape)].sum()),
     "sum of rows": (lambda x, m: masked_sum(x, m, 1), lambda x, m: rows(x, m, torch.sum)),
     "sum of columns, kept": (
         lambda x, m: masked_sum(x, m, -2, keepdim=True),
@@ -51,10 +49,6 @@ CASES = {
     ),
     "mean": (masked_mean, lambda x, m: mean(x[m.expand(x.shape)])),
     "mean of rows": (lambda x, m: masked_mean(x, m, -1), lambda x, m: rows(x, m, mean)),
-    "mean of both, kept": (
-        lambda x, m: masked_mean(x, m, (0, 1), keepdim=True),
-        lambda x, m: mean(x[m.expand(x.shape)]).view(1, 1),
-    ),
     "softmax of rows": (lambda x, m: masked_softmax(x, m, 1), softmax_rows),
     "softmax of columns": (
         lambda x, m: masked_softmax(x, m, 0),
@@ -99,7 +93,7 @@ def test_derivatives_are_those_of_the_valid_entries_alone(masked, oracle, mask):
         assert (g[~mask.expand(x.shape)] == 0).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     mask=arrays.arrays(bool, arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4)),
     data=st.data(),
@@ -169,7 +163,7 @@ def test_compiles_whole_and_once_for_all_values_of_a_mask(function):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(masked, fullgraph=True, backend=counter)
-    for name in ("mixed", "an empty row", "full", "empty"):
+    for name in ("mixed", "an empty row", "empty"):
         x = values(3, 4).requires_grad_()
         y, expected = compiled(x, MASKS[name]), masked(x, MASKS[name])
         torch.testing.assert_close(y, expected)
@@ -177,16 +171,7 @@ def test_compiles_whole_and_once_for_all_values_of_a_mask(function):
     assert counter.frame_count == 1
 
 
-def test_compiled_second_derivatives():
-    fn = grad(
-        lambda x, m: grad(lambda x: masked_softmax(mask_gradient(x, m), m, 1).pow(3).sum())(x).pow(3).sum()
-    )
-    x, mask = values(3, 4), MASKS["an empty row"]
-    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, mask), fn(x, mask))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @case
 def test_dtype_is_kept(masked, oracle, dtype):
     mask = MASKS["an empty row"]
@@ -199,10 +184,6 @@ def test_dtype_is_kept(masked, oracle, dtype):
 def test_the_mean_of_many_halves_does_not_overflow():
     x = torch.full((70_000,), 2.0, dtype=torch.float16)
     assert masked_mean(x, torch.ones(70_000, dtype=torch.bool)).item() == 2.0
-
-
-def test_integers_have_sums():
-    assert masked_sum(torch.arange(4), MASKS["shared by the rows"]).item() == 5
 
 
 def test_a_row_without_valid_entries_makes_no_nan_inside():
@@ -224,11 +205,6 @@ def test_masked_gradients_are_those_of_a_function_of_the_unmasked_entries(mask):
     for a, b in zip(got[1:], expected[1:], strict=True):
         torch.testing.assert_close(a[mask], b, rtol=1e-10, atol=1e-10)
         assert (a[~mask] == 0).all()
-
-
-def test_masking_a_gradient_changes_no_value_not_even_nan():
-    x = spoiled(values(3, 4), MASKS["mixed"])
-    assert torch.equal(mask_gradient(x, MASKS["mixed"]).view(torch.int64), x.view(torch.int64))
 
 
 def test_a_masked_gradient_drops_infinite_cotangents_at_every_order():
@@ -264,12 +240,6 @@ def test_a_masked_gradient_nests_with_values_of_an_outer_transform():
     torch.testing.assert_close(grad(penalty)(a), 54 * a**5 * x[0] ** 4)
 
 
-def test_a_masked_gradient_under_vmap_with_one_mask_for_all():
-    xs, mask = values(5, 4), MASKS["shared by the rows"]
-    got = vmap(grad(lambda x: mask_gradient(x, mask).pow(3).sum()))(xs)
-    torch.testing.assert_close(got, torch.where(mask, 3 * xs**2, 0))
-
-
 X = torch.ones(3, 4)
 M = torch.ones(3, 4, dtype=torch.bool)
 
@@ -279,12 +249,9 @@ M = torch.ones(3, 4, dtype=torch.bool)
     [
         (lambda: masked_sum(X, M.float()), TypeError, r"masked_sum.*mask must be bool, got torch.float32"),
         (lambda: masked_mean(X, M[:, :3]), ValueError, r"masked_mean.*shape of x, \(3, 4\), got \(3, 3\)"),
-        (lambda: masked_softmax(X, M[None], 0), ValueError, r"masked_softmax.*got \(1, 3, 4\)"),
-        (lambda: mask_gradient(X, M[:2]), ValueError, r"mask_gradient.*got \(2, 4\)"),
         (lambda: masked_sum(X, M, 2), ValueError, r"dim must be from -2 to 1.*\(3, 4\), got 2"),
         (lambda: masked_mean(X.int(), M), TypeError, "masked_mean.*floating or complex, got torch.int32"),
         (lambda: masked_softmax(X.cfloat(), M, 0), TypeError, "must be floating, got torch.complex64"),
-        (lambda: mask_gradient(X.int(), M), TypeError, "mask_gradient.*got torch.int32"),
     ],
 )
 def test_bad_input_is_named(call, error, message):
