@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,7 @@ class Averaged(Wrapped):
         weights = torch.arange(1, self.space.size + 1, device=self.device).to(self.dtype).cos()
         mark = vectors.detach() @ weights
         message = torch.cat([self.operator.products(vectors).detach(), mark.unsqueeze(1)], 1)
-        all_reduce: Any = dist.all_reduce
-        all_reduce(message, group=self.group)
+        cast("Any", dist).all_reduce(message, group=self.group)
         message = message / dist.get_world_size(self.group)
         bound = torch.finfo(self.dtype).eps ** 0.5 * linalg.vector_norm(vectors.detach(), dim=1)
         if bool(((message[:, -1] - mark).abs() > bound).any()):

@@ -12,12 +12,10 @@ from metagrad.sparse import Pattern, SparseTensor
 
 def everything(dtype=torch.float64):
     pattern = Pattern(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1]), (2, 2))
-    blocks = Pattern(torch.tensor([0]), torch.tensor([1]), (1, 2))
     return {
         "net.weight": torch.randn(2, 3, dtype=dtype),
         "net.bias": torch.randn((), dtype=dtype),
         "sparse": SparseTensor(pattern, torch.randn(3, dtype=dtype)),
-        "blocks": SparseTensor(blocks, torch.randn(1, 2, 2, dtype=dtype)),
         "empty": torch.randn(0, 3, dtype=dtype),
     }
 
@@ -25,11 +23,10 @@ def everything(dtype=torch.float64):
 def test_flat_vectors_hold_the_coordinates_in_the_order_of_the_dict():
     params = everything()
     space = ParameterSpace(params)
-    assert space.size == 6 + 1 + 3 + 4
+    assert space.size == 6 + 1 + 3
     flat = space.flatten(params)
     expected = [
         params["net.weight"].flatten(), params["net.bias"].flatten(), params["sparse"].values,
-        params["blocks"].values.flatten(),
     ]  # fmt: skip
     assert torch.equal(flat, torch.cat(expected))
     assert torch.equal(flat[space.slices["sparse"]], params["sparse"].values)
