@@ -121,9 +121,8 @@ def square(params):
     return params["phi"].square().sum()
 
 
-@pytest.mark.parametrize(
-    ("inner", "method", "error", "message"),
-    [
+def test_bad_input_is_refused():
+    for inner, method, error, message in [
         (
             square,
             hypergrad.Unroll(mg.optim.rules.sgd(lr=0.1), 1),
@@ -135,16 +134,13 @@ def square(params):
         (lambda p: p["phi"].square().sum() * torch.ones(3), hypergrad.CG(), ValueError, "there are 3 losses"),
         (lambda p: torch.zeros(()), hypergrad.CG(), ValueError, "with a graph"),
         (torch.ones(()), hypergrad.CG(), TypeError, "inner_loss must be a function"),
-    ],
-)
-def test_bad_input_is_refused(inner, method, error, message):
-    with pytest.raises(error, match=message):
-        attach(inner, {"phi": torch.ones(2)}, method=method)
+    ]:
+        with pytest.raises(error, match=message):
+            attach(inner, {"phi": torch.ones(2)}, method=method)
 
 
-@pytest.mark.parametrize(
-    ("params", "error", "message"),
-    [
+def test_parameters_that_are_none_are_refused():
+    for params, error, message in [
         ({}, ValueError, r"attach\(inner_loss, params\): there are no parameters"),
         ((torch.ones(2),), TypeError, "expected a dict of parameters by name.*got tuple"),
         ({"phi": torch.arange(2)}, TypeError, "'phi' must be strided and real floating point, got .*int64"),
@@ -153,15 +149,13 @@ def test_bad_input_is_refused(inner, method, error, message):
             ValueError,
             "must have one dtype, got torch.float32 of 'phi' and torch.float64 of 'b'",
         ),
-    ],
-)
-def test_parameters_that_are_none_are_refused(params, error, message):
-    with pytest.raises(error, match=message):
-        attach(square, params, method=hypergrad.CG())
+    ]:
+        with pytest.raises(error, match=message):
+            attach(square, params, method=hypergrad.CG())
 
 
-@pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 2e4])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1e-5, 2e4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_cotangents_of_any_size_are_solved_for(size, dtype):
     """The squares of small and large ones are zero and infinite in float16, where nothing was left to solve."""
     lam = torch.ones(60, dtype=dtype, requires_grad=True)

@@ -45,11 +45,6 @@ def test_exact_methods_give_the_derivative_of_the_closed_form(method):
     assert relative(found_by(method, problem), problem.derivative) < 1e-8
 
 
-def test_the_default_is_conjugate_gradients():
-    problem = ridge()
-    assert torch.equal(found_by(None, problem), found_by(hypergrad.CG(), problem))
-
-
 def test_a_product_of_a_mlp_against_dense_matrices():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
@@ -323,23 +318,14 @@ HYPER = {"lam": torch.tensor(1.0, dtype=torch.float64)}
 POINT = {"w": torch.zeros(2, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
+def test_an_indefinite_hessian_is_an_error():
+    for method, message in [
         (hypergrad.CG(), "positive definite.*damping"),
         (hypergrad.Exact(), "positive definite.*damping"),
         (hypergrad.Neumann(), "The series diverges"),
-    ],
-    ids=["cg", "exact", "neumann"],
-)
-def test_an_indefinite_hessian_is_an_error(method, message):
-    with pytest.raises(SolveError, match=message):
-        mg.hypergradient(square, indefinite, POINT, HYPER, method=method)
-
-
-def test_an_indefinite_hessian_has_no_nystrom_approximation():
-    with pytest.raises(ValueError, match="not positive semi-definite"):
-        mg.hypergradient(square, indefinite, POINT, HYPER, method=hypergrad.Nystrom(2))
+    ]:
+        with pytest.raises(SolveError, match=message):
+            mg.hypergradient(square, indefinite, POINT, HYPER, method=method)
 
 
 def test_failure_is_a_value_of_an_estimate():
@@ -356,16 +342,16 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_what_no_loss_depends_on_is_refused_by_every_method_with_derivatives(method):
-    with pytest.raises(ValueError, match=r"neither loss depends on hyper\['none'\]"):
-        mg.hypergradient(
-            square,
-            lambda p, h: (p["w"] - h["lam"]).square().sum(),
-            {"w": torch.ones(2, dtype=torch.float64)},
-            {**HYPER, "none": torch.ones(2)},
-            method=method,
-        )
+def test_what_no_loss_depends_on_is_refused_by_every_method_with_derivatives():
+    for method in METHODS.values():
+        with pytest.raises(ValueError, match=r"neither loss depends on hyper\['none'\]"):
+            mg.hypergradient(
+                square,
+                lambda p, h: (p["w"] - h["lam"]).square().sum(),
+                {"w": torch.ones(2, dtype=torch.float64)},
+                {**HYPER, "none": torch.ones(2)},
+                method=method,
+            )
 
 
 @pytest.mark.parametrize(
@@ -389,10 +375,10 @@ def test_derivatives_of_hyperparameters_are_partial_on_the_tape_too(method, seco
     )
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_inference_mode_is_refused(method):
-    with torch.inference_mode(), pytest.raises(ValueError, match=r"inside torch\.inference_mode"):
-        mg.hypergradient(square, indefinite, POINT, HYPER, method=method)
+def test_inference_mode_is_refused():
+    for method in METHODS.values():
+        with torch.inference_mode(), pytest.raises(ValueError, match=r"inside torch\.inference_mode"):
+            mg.hypergradient(square, indefinite, POINT, HYPER, method=method)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -411,13 +397,6 @@ def test_a_derivative_has_the_dtypes_of_hyper_and_an_empty_part_an_empty_one(met
         lambda p, h: p["w"].exp().sum() * h["scale"], inner, params, hyper, method=method
     )
     assert [(g.dtype, g.shape) for g in found.values()] == [(h.dtype, h.shape) for h in hyper.values()]
-
-
-def test_damping_makes_a_hessian_definite():
-    found = mg.hypergradient(
-        square, indefinite, {"w": torch.ones(2, dtype=torch.float64)}, HYPER, method=hypergrad.CG(damping=3.0)
-    )
-    assert found["lam"].item() == pytest.approx(-(2 * 3 / 5 - 2 * 3 / 1))
 
 
 def test_a_solve_that_stops_early_warns():
@@ -474,10 +453,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "options", "error", "message"), BAD.values(), ids=BAD)
-def test_bad_input_is_an_error_that_says_what_to_change(arguments, options, error, message):
-    with pytest.raises(error, match=message):
-        mg.hypergradient(*arguments, **options)
+def test_bad_input_is_an_error_that_says_what_to_change():
+    for arguments, options, error, message in BAD.values():
+        with pytest.raises(error, match=message):
+            mg.hypergradient(*arguments, **options)
 
 
 WITHOUT_TAPE = [
@@ -488,16 +467,15 @@ WITHOUT_TAPE = [
 ]
 
 
-@pytest.mark.parametrize("method", WITHOUT_TAPE, ids=lambda method: type(method).__name__)
-def test_what_is_not_exact_is_not_differentiated(method):
-    problem = ridge()
-    with pytest.raises(ValueError, match=r"create_graph=True\): .* Take CG, Exact or Unroll"):
-        found_by(method, problem, create_graph=True)
+def test_what_is_not_exact_is_not_differentiated():
+    for method in WITHOUT_TAPE:
+        problem = ridge()
+        with pytest.raises(ValueError, match=r"create_graph=True\): .* Take CG, Exact or Unroll"):
+            found_by(method, problem, create_graph=True)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_impossible_numbers_are_refused():
+    for make, message in [
         (lambda: hypergrad.CG(steps=0), r"CG\(steps\): expected an int of 1 or more, got 0"),
         (lambda: hypergrad.CG(damping=-1.0), r"CG\(..., damping\): expected a number of 0 or more"),
         (lambda: hypergrad.Neumann(scale=0.0), r"Neumann\(scale\): expected a number above 0"),
@@ -506,26 +484,21 @@ def test_what_is_not_exact_is_not_differentiated(method):
         (lambda: hypergrad.Unroll(RULE, 0), r"Unroll\(..., steps\): expected an int of 1 or more"),
         (lambda: hypergrad.Unroll(RULE, 2, truncate=3), r"truncate\): expected None or 1 to steps=2"),
         (lambda: hypergrad.FiniteDifference(-1.0), r"FiniteDifference\(lr\): expected a number of 0 or more"),
-    ],
-)
-def test_impossible_numbers_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
-@pytest.mark.parametrize(
-    "method",
-    [hypergrad.CG(), hypergrad.Unroll(RULE, 1), hypergrad.FiniteDifference(0.1)],
-    ids=lambda m: type(m).__name__,
-)
-def test_a_table_with_sparse_gradients_is_refused(method):
-    def inner(params, hyper):
-        rows = mg.sparse.embedding(torch.tensor([0]), params["table"])
-        return (rows - hyper["lam"]).square().sum()
+def test_a_table_with_sparse_gradients_is_refused():
+    for method in [hypergrad.CG(), hypergrad.Unroll(RULE, 1), hypergrad.FiniteDifference(0.1)]:
 
-    table = {"table": torch.zeros(3, 1, dtype=torch.float64)}
-    with pytest.raises(ValueError, match=r"the gradient of .*table.* is (row-)?sparse"):
-        mg.hypergradient(lambda p, h: p["table"].sum(), inner, table, HYPER, method=method)
+        def inner(params, hyper):
+            rows = mg.sparse.embedding(torch.tensor([0]), params["table"])
+            return (rows - hyper["lam"]).square().sum()
+
+        table = {"table": torch.zeros(3, 1, dtype=torch.float64)}
+        with pytest.raises(ValueError, match=r"the gradient of .*table.* is (row-)?sparse"):
+            mg.hypergradient(lambda p, h: p["table"].sum(), inner, table, HYPER, method=method)
 
 
 def test_inside_a_transform_it_is_refused():

@@ -43,11 +43,11 @@ def test_intervals_cover_what_they_say():
     assert 38 <= covered <= 49
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_small_operators_are_nearly_exact(n):
-    diagonal = torch.arange(1.0, n + 1)
-    found = log_determinant(MatrixMap(torch.diag(diagonal)), generator=generator())
-    torch.testing.assert_close(found.value, diagonal.log().sum(), rtol=1e-5, atol=1e-6)
+def test_small_operators_are_nearly_exact():
+    for n in [1, 2, 5]:
+        diagonal = torch.arange(1.0, n + 1)
+        found = log_determinant(MatrixMap(torch.diag(diagonal)), generator=generator())
+        torch.testing.assert_close(found.value, diagonal.log().sum(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_derivative_is_that_of_the_dense_log_determinant():
@@ -70,20 +70,20 @@ def test_an_indefinite_operator_is_refused_with_the_damping_that_helps():
         log_determinant(operator, damping=1.0, generator=generator())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_singular_operator_is_refused(dtype):
-    low_rank = basis(N)[:5].t() @ basis(N)[:5]
-    for dense in (low_rank, torch.diag(torch.tensor([1.0, 2.0, 0.0]).double())):
-        with pytest.raises(ValueError, match="the operator is not positive definite"):
-            log_determinant(MatrixMap(dense.to(dtype)), generator=generator())
-    with pytest.raises(ValueError, match="an eigenvalue of 0 or less"):
-        log_determinant(MatrixMap(torch.zeros(3, 3, dtype=dtype)), generator=generator())
+def test_a_singular_operator_is_refused():
+    for dtype in [torch.float64, torch.float32]:
+        low_rank = basis(N)[:5].t() @ basis(N)[:5]
+        for dense in (low_rank, torch.diag(torch.tensor([1.0, 2.0, 0.0]).double())):
+            with pytest.raises(ValueError, match="the operator is not positive definite"):
+                log_determinant(MatrixMap(dense.to(dtype)), generator=generator())
+        with pytest.raises(ValueError, match="an eigenvalue of 0 or less"):
+            log_determinant(MatrixMap(torch.zeros(3, 3, dtype=dtype)), generator=generator())
 
 
-@pytest.mark.parametrize("damping", [-1.0, float("nan")])
-def test_bad_damping(damping):
-    with pytest.raises(ValueError, match=r"log_determinant\(operator\): damping must be at least 0"):
-        log_determinant(MatrixMap(torch.eye(3)), damping=damping)
+def test_bad_damping():
+    for damping in [-1.0, float("nan")]:
+        with pytest.raises(ValueError, match=r"log_determinant\(operator\): damping must be at least 0"):
+            log_determinant(MatrixMap(torch.eye(3)), damping=damping)
 
 
 def test_errors_name_this_call():
