@@ -24,12 +24,6 @@ from metagrad.core import _torch
 from metagrad.core._torch import Function
 from metagrad.curvature.linear_map import Rows
 
-_NOT_NESTED = (
-    "solve(...): forward mode gives the first derivative of a solution alone. Take reverse mode for all, as in "
-    "torch.func.jacrev(torch.func.jacrev(f)) or torch.autograd.grad(..., create_graph=True), or pass "
-    'differentiate="unroll".'
-)
-
 
 class Inverse(NamedTuple):
     """The inverse of a symmetric map of rows."""
@@ -61,20 +55,6 @@ def attach(inverse: Inverse, b: Tensor, x: Tensor, product: Tensor, order: int) 
 def refuse_derivatives(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
     """Return ``x`` such that a derivative of it raises, where there would be one."""
     return _Refusal.apply(x, sentence, *depends_on)
-
-
-def transforms() -> list[_torch.TransformType]:
-    """Return the transforms of ``torch.func`` that are active, the outermost first."""
-    return [interpreter.key() for interpreter in _torch.get_interpreter_stack() or ()]
-
-
-def check_transforms() -> None:
-    """Refuse forward mode inside, or outside of, another derivative of ``torch.func``."""
-    derivatives = [
-        key for key in transforms() if key in (_torch.TransformType.Jvp, _torch.TransformType.Grad)
-    ]
-    if _torch.TransformType.Jvp in derivatives and len(derivatives) > 1:
-        raise ValueError(_NOT_NESTED)
 
 
 def is_batched(x: Tensor) -> bool:
@@ -139,7 +119,6 @@ class _Step(Function):
         # The anchor: what is differentiated again leads through it to all that the residual depends on.
         anchor = residual if switch is None else switch
         ctx.save_for_backward(anchor)
-        ctx.save_for_forward(anchor)
 
     @staticmethod
     def backward(ctx, g):
@@ -150,13 +129,6 @@ class _Step(Function):
         if torch.is_grad_enabled():
             u = _differentiable(ctx.inverse, ctx.level, g, u, anchor)
         return g, None, u, None, None
-
-    @staticmethod
-    def jvp(ctx, before, switch, residual, *_):
-        if ctx.level is not None and ctx.level < ctx.inverse.order:
-            return torch.zeros_like(residual)  # the last step alone has the whole first derivative
-        moved = _Refusal.apply(_adjoint(ctx.inverse, residual), _NOT_NESTED, residual, *ctx.saved_tensors)
-        return moved if before is None else before + moved
 
     @staticmethod
     def vmap(info, in_dims, before, switch, residual, inverse, level):
@@ -202,10 +174,6 @@ class _Gate(Function):
         return None if switched is None else cotangent
 
     @staticmethod
-    def jvp(ctx, tangent):
-        return tangent.clone(), tangent.new_zeros(())
-
-    @staticmethod
     def vmap(info, in_dims, y):
         return _Gate.apply(y), (in_dims[0], None)
 
@@ -227,10 +195,6 @@ class _Switch(Function):
         return cotangent, torch.zeros_like(switch)
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        raise RuntimeError(_NOT_NESTED)
-
-    @staticmethod
     def vmap(info, in_dims, u, switch):
         return _Switch.apply(u, switch), in_dims[0]
 
@@ -248,10 +212,6 @@ class _Refusal(Function):
 
     @staticmethod
     def backward(ctx, cotangent):
-        raise RuntimeError(ctx.sentence)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
         raise RuntimeError(ctx.sentence)
 
     @staticmethod

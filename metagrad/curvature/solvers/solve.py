@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import TransformType, to_list
+from metagrad.core._torch import to_list
 from metagrad.core.checks import warn
 from metagrad.core.tree import HALF
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
@@ -17,10 +17,8 @@ from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.implicit import (
     Inverse,
     attach,
-    check_transforms,
     is_batched,
     refuse_derivatives,
-    transforms,
 )
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
 from metagrad.curvature.solvers.neumann import Neumann
@@ -33,7 +31,6 @@ from metagrad.curvature.solvers.solution import Result, Solution, SolveError, St
 from metagrad.curvature.solvers.system import (
     CALL,
     Counted,
-    Differentiate,
     LinearSystem,
     check_numbers,
     check_vector,
@@ -59,7 +56,6 @@ def solve(
     x0: Tensor | None = None,
     throw: bool = False,
     generator: torch.Generator | None = None,
-    differentiate: Differentiate = "implicit",
     order: int = 3,
     check_symmetry: bool = True,
 ) -> Solution:
@@ -80,11 +76,10 @@ def solve(
 
     **Derivatives.** With gradients enabled, the value is differentiable with respect to ``b``, ``damping`` and every
     tensor that the products depend on. Those must be on the tape: operators of metagrad put them there with
-    ``create_graph=True``, and without it count as constants, which a solve cannot see. ``"implicit"`` uses
-    :math:`dx = A^{-1} (db - dA \, x)`: each backward is one more solve of the same kind, as exact as the two
-    solves are, and no step is kept; neither ``x0`` nor ``preconditioner`` has a gradient. A solve that fails there
-    raises. ``"unroll"`` differentiates the steps that were taken, and keeps them all: what a truncated solve
-    computes, it differentiates exactly. Forward mode has the first derivative.
+    ``create_graph=True``, and without it count as constants, which a solve cannot see. The implicit function theorem
+    gives :math:`dx = A^{-1} (db - dA \, x)`: each backward is one more solve of the same kind, as exact as the two
+    solves are, and no step is kept. Neither ``x0`` nor ``preconditioner`` has a gradient. A solve that fails there
+    raises. Forward mode is not supported.
 
     Args:
         operator: A symmetric map of n-vectors; or k of them, each of which has one row of ``b``.
@@ -100,11 +95,10 @@ def solve(
         x0: Where to start, in the shape of ``b``; None is 0.
         throw: Raise unless the solve ends as it was asked to.
         generator: Draws the vectors of the methods that need some.
-        differentiate: How.
-        order: How many derivatives ``"implicit"`` provides for; each keeps the graph of one product. One too many
+        order: How many derivatives there are; each keeps the graph of one product. One too many
             raises. No limit where only ``b`` requires grad.
         check_symmetry: Check the operator, if it is one, and the preconditioner on a random pair of vectors; two
-            products. Not inside ``vmap`` and ``jacfwd``.
+            products.
 
     Returns:
         The solution in the shape of ``b``, with how it ended and what it cost. Residuals are recomputed at the end,
@@ -119,7 +113,7 @@ def solve(
     Note:
         A non-finite product is ``Result.NON_FINITE`` here; the operators of :mod:`metagrad.curvature` raise by
         themselves, with the name of the parameter. In a backward pass the preconditioner is taken to be constant,
-        which the solution allows; the truncated iterate of "unroll" does depend on it, and is differentiated so.
+        which the solution allows.
 
     Example:
         :math:`x = b / (a + \mu)` has :math:`dx / d\mu = -b / (a + \mu)^2`:
@@ -138,14 +132,12 @@ def solve(
         Rajeswaran, Finn, Kakade, Levine, "Meta-learning with implicit gradients", NeurIPS 2019, section 3; Griewank,
         Walther, "Evaluating derivatives", 2008, chapter 15 (implicit and iterative differentiation).
     """
-    check_numbers(rtol, atol, max_steps, order, differentiate)
+    check_numbers(rtol, atol, max_steps, order)
     n = checked_size(CALL, operator)
     check_vector("b", b, operator)
     if x0 is not None:
         check_vector("x0", x0, operator, like=b)
     weight = checked_damping(damping)
-    # vmap, by which jacfwd makes several tangents of one, refuses random numbers.
-    check_symmetry = check_symmetry and TransformType.Vmap not in transforms()
     precondition = checked_preconditioner(CALL, preconditioner, operator, weight, check_symmetry)
     counted = Counted(operator)
     if check_symmetry and counted.num_matrices is None:
@@ -157,15 +149,11 @@ def solve(
     _refuse_norms_out_of_range(rows)
     limits = Limits((rtol * length(rows)).clamp_min(atol), max_steps or min(10 * n, 10_000))
     work = _Work(system, solver, precondition)
-    if differentiate == "implicit":
-        check_transforms()
-        run = work.off_the_tape(rows, start, limits)
-    else:
-        run = solver.run(system.rows, rows, start, precondition, limits)
+    run = work.off_the_tape(rows, start, limits)
     x, product = run.x, system.products(run.x.detach())
     status, residuals = _true_residuals(run.status, product, rows, limits)
     results = tuple(RESULTS[int(index)] for index in to_list(status))
-    if differentiate == "implicit" and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         x = work.attached(x, product, rows, limits, results, rtol, order)
     direction = run.direction if Result.NEGATIVE_CURVATURE in results else None
     stats = Stats(results, run.steps, residuals, counted.matvecs, direction)
@@ -222,7 +210,7 @@ class _Work:
             if result not in _APPROXIMATE:
                 sentence = (
                     f"{CALL}: the value is no solution, so the implicit function theorem gives no derivative: "
-                    f'{result.value} Pass differentiate="unroll" for that of the steps.'
+                    f"{result.value}"
                 )
                 return refuse_derivatives(x, sentence, b, product)
         relative = (limits.tolerance / length(b)).nan_to_num(0.0, posinf=0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from metagrad.curvature.linear_map import LinearMap, OwnMatrices, Rows, shaped_p
 from metagrad.curvature.solvers.implicit import is_batched
 
 CALL = "solve(operator, b)"
-
-Differentiate = Literal["implicit", "unroll"]
 
 
 class Counted:
@@ -54,13 +51,8 @@ class LinearSystem:
         return products
 
     @property
-    def rows(self) -> Rows:
-        """The products, as solvers take them."""
-        return self.products if self.undamped.num_matrices is None else OwnMatrices(self.products)
-
-    @property
     def constant_rows(self) -> Rows:
-        """The same, off the tape."""
+        """The products off the tape, as solvers take them."""
         constant = self.constant_products
         return constant if self.undamped.num_matrices is None else OwnMatrices(constant)
 
@@ -70,18 +62,14 @@ class LinearSystem:
             return self.products(vectors).detach()
 
 
-def check_numbers(rtol: float, atol: float, max_steps: int | None, order: int, differentiate: str) -> None:
-    """Check the numbers and the mode of a solve."""
+def check_numbers(rtol: float, atol: float, max_steps: int | None, order: int) -> None:
+    """Check the numbers of a solve."""
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"solve(..., {name}): expected 0 or more, got {value}.")
     for name, count in (("max_steps", max_steps), ("order", order)):
         if count is not None and (not is_integer(count) or count < 1):
             raise ValueError(f"solve(..., {name}): expected an integer of 1 or more, got {count!r}.")
-    if differentiate not in get_args(Differentiate):
-        raise ValueError(
-            f'solve(..., differentiate): expected "implicit" or "unroll", got {differentiate!r}.'
-        )
 
 
 def checked_damping(damping: float | Tensor) -> float:

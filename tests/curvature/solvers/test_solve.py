@@ -279,8 +279,6 @@ DIFFERENTIATED = {
     "cg": {"method": "cg"},
     "pcg": {"method": "pcg", "preconditioner": torch.linspace(1, 2, N, dtype=torch.float64)},
     "neumann": {"method": Neumann(scale=0.1), "max_steps": 2000},
-    "unrolled cg": {"method": "cg", "differentiate": "unroll"},
-    "unrolled pcg": {"preconditioner": lambda rows: rows / 2, "differentiate": "unroll"},
 }
 
 
@@ -298,11 +296,8 @@ def test_derivatives_are_those_of_the_dense_solve(name):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8 * float(wanted.detach().norm()) + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["cg", "unrolled cg"])
-def test_derivatives_against_finite_differences(name):
-    assert mg.gradcheck(
-        lambda *inputs: solution_of(*inputs, **DIFFERENTIATED[name]), leaves(), order=3, directions=1
-    )
+def test_derivatives_against_finite_differences():
+    assert mg.gradcheck(solution_of, leaves(), order=3, directions=1)
 
 
 def test_inputs_of_an_operator_may_be_results_themselves():
@@ -386,15 +381,6 @@ def test_nothing_is_on_the_tape_without_need():
         assert not solution_of(theta, rhs, damping).requires_grad
 
 
-def test_truncated_unrolling_differentiates_the_steps_that_were_taken():
-    _, b, damping = leaves()
-    theta = 0.3 * random(N, N)
-    options = {"method": "cg", "max_steps": 2, "differentiate": "unroll"}
-    assert mg.gradcheck(lambda b, d: solution_of(theta, b, d, **options), (b, damping), order=2)
-    x0 = random(2, N, seed=3).requires_grad_()
-    assert mg.gradcheck(lambda x: solution_of(theta, b.detach(), 0.1, x0=x, **options), (x0,), order=2)
-
-
 def test_truncated_implicit_derivatives_are_those_of_truncated_solves():
     A = torch.diag(torch.linspace(1, 5, 10, dtype=torch.float64))
     b = random(10).requires_grad_()
@@ -410,25 +396,11 @@ def test_a_value_that_is_no_solution_has_no_implicit_derivative():
     operator = MatrixMap(torch.diag(torch.tensor([1.0, 2.0])))
     solution = solve(operator, b, method=CG(radius=0.1))
     assert solution.result is Result.BOUNDARY
-    with pytest.raises(RuntimeError, match=r"the value is no solution.*trust radius.*unroll"):
+    with pytest.raises(RuntimeError, match=r"the value is no solution.*trust radius"):
         solution.value.sum().backward()
     indefinite = solve(MatrixMap(-torch.eye(2)), b)
     with pytest.raises(RuntimeError, match=r"the value is no solution.*positive curvature"):
         indefinite.value.sum().backward()
-
-
-@pytest.mark.parametrize("least", [1.0, -1.0])
-def test_the_derivative_of_a_step_to_the_trust_radius_includes_that_of_its_length(least):
-    """The length was taken for a constant, so that the derivative left the sphere."""
-    A = torch.diag(torch.tensor([least, 2.0, 7.0], dtype=torch.float64)).requires_grad_()
-    b = random(3).requires_grad_()
-
-    def fn(A, b):
-        options = {"method": CG(radius=0.4), "differentiate": "unroll", "check_symmetry": False}
-        return solve(MatrixMap((A + A.t()) / 2), b, **options).value
-
-    torch.testing.assert_close(fn(A, b).norm().detach(), torch.tensor(0.4, dtype=torch.float64))
-    assert mg.gradcheck(fn, (A, b), order=2)
 
 
 def test_a_trust_region_does_not_bound_the_solves_of_derivatives():
@@ -510,35 +482,11 @@ def test_reverse_mode_of_torch_func(name):
 
 
 @pytest.mark.parametrize("name", ["theta", "b", "damping"])
-def test_forward_mode_has_the_first_derivative(name):
+def test_forward_mode_is_an_error(name):
     inputs = [x.detach() for x in leaves()]
-    scalar, x = of(name, inputs), inputs[["theta", "b", "damping"].index(name)]
-    tangent = torch.ones_like(x)
-    got, wanted = (torch.func.jvp(scalar(f), (x,), (tangent,))[1] for f in (solution_of, reference))
-    torch.testing.assert_close(got, wanted)
-    got, wanted = (torch.func.jacfwd(scalar(f))(x) for f in (solution_of, reference))
-    torch.testing.assert_close(got, wanted)
-
-
-def test_forward_mode_goes_with_the_checks_of_symmetry():
-    """They draw random numbers, which vmap refuses, and jacfwd vmaps."""
-    A, b = matrix("flat", 4), torch.ones(4, dtype=torch.float64)
-    jacobian = torch.func.jacfwd(lambda b: solve(MatrixMap(A), b, rtol=1e-12).value)(b)
-    torch.testing.assert_close(jacobian, torch.linalg.inv(A))
-
-
-def test_forward_mode_is_not_nested():
-    inputs = [x.detach() for x in leaves()]
-    f = of("theta", inputs)(solution_of)
-    for transform in (torch.func.hessian, lambda f: torch.func.jacfwd(torch.func.jacfwd(f))):
-        with pytest.raises(ValueError, match="forward mode gives the first derivative of a solution alone"):
-            transform(f)(inputs[0])
-    with torch.autograd.forward_ad.dual_level():
-        theta = torch.autograd.forward_ad.make_dual(leaves()[0], torch.ones(N, N).double())
-        x = solution_of(theta, *inputs[1:])
-        tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
-        with pytest.raises(RuntimeError, match="forward mode gives the first derivative of a solution alone"):
-            tangent.sum().backward()
+    x = inputs[["theta", "b", "damping"].index(name)]
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(of(name, inputs)(solution_of), (x,), (torch.ones_like(x),))
 
 
 def test_batched_transforms_of_old_and_of_b_are_refused():
@@ -611,7 +559,6 @@ BAD = [
     ({"method": "lu"}, ValueError, r'method\): expected one of "auto", "cg".* or a solver, got \'lu\''),
     ({"method": "pcg"}, ValueError, r'method="pcg"\): preconditioner is missing'),
     ({"method": "cg", "preconditioner": torch.ones(3)}, ValueError, r'that is method="pcg"'),
-    ({"differentiate": "both"}, ValueError, r'differentiate\): expected "implicit" or "unroll", got \'both\''),
     ({"preconditioner": torch.ones(2)}, ValueError, r"must be the operator's diagonal, \[3\] of .*, got \[2\]"),
     ({"preconditioner": 3}, TypeError, r"preconditioner must be a map of rows or a diagonal \[3\], got int"),
     ({"x0": torch.ones(1, 3)}, ValueError, r"x0 must have the shape \[3\] of b, got \[1, 3\]"),
