@@ -209,7 +209,7 @@ class CurvatureOptimizer(RuleOptimizer):
         mode = LossRecorder(backward, note_losses=self.notes_losses)
         self._noted = mode.losses
         try:
-            with every_order(), mode:
+            with every_order() if self.differentiates_twice else contextlib.nullcontext(), mode:
                 yield
         except BaseException:
             self._forget()
