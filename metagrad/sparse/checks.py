@@ -25,15 +25,6 @@ def check_shape(call: str, shape: Sequence[int]) -> tuple[int, int]:
     return rows, columns
 
 
-def check_count(call: str, name: str, size: int) -> int:
-    """Return a number of things as a plain integer."""
-    if not _is_int(size):
-        raise TypeError(f"{call}: {name} must be an integer, got {size!r}.")
-    if size < 0:
-        raise ValueError(f"{call}: {name} must be at least 0, got {size}.")
-    return int(size)
-
-
 def check_indices(call: str, row: Tensor, col: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return the indices of entries as int64, all inside the shape."""
     check_ids(call, "row", row)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from metagrad.core import _torch
 from metagrad.core._torch import distinct_and_places
-from metagrad.core.checks import is_a
-from metagrad.sparse.checks import check_count, check_index, check_indices, check_shape
+from metagrad.core.checks import check_count, is_a
+from metagrad.sparse.checks import check_index, check_indices, check_shape
 from metagrad.sparse.policy import count_merge, timed
 
 P = ParamSpec("P")
@@ -66,7 +66,7 @@ class Segments:
     """
 
     def __init__(self, ids: Tensor, num_segments: int) -> None:
-        num_segments = check_count("Segments(ids, num_segments)", "num_segments", num_segments)
+        check_count("Segments(ids, num_segments)", num_segments, 0)
         check_index("Segments(ids, num_segments)", "ids", ids, num_segments)
         self.ids: Tensor = _kept(ids.detach().long())
         self.num_segments = num_segments
@@ -245,10 +245,8 @@ class Pattern:
         cls, n: int, below: int, above: int = 0, *, device: torch.device | str | None = None
     ) -> Pattern:
         """Make the pattern of the cells with ``-below <= col - row <= above`` in an n x n matrix."""
-        call = "Pattern.banded(n, below, above)"
-        n, below, above = (
-            check_count(call, name, size) for name, size in (("n", n), ("below", below), ("above", above))
-        )
+        for name, size in (("n", n), ("below", below), ("above", above)):
+            check_count(f"Pattern.banded({name})", size, 0)
         below, above = min(below, n), min(above, n)
         row = torch.arange(n, device=device).repeat_interleave(below + above + 1)
         col = row + torch.arange(-below, above + 1, device=device).repeat(n)

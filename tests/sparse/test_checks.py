@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,11 +13,6 @@ VALUES = torch.tensor([2.0, 3.0])
 def test_a_shape_is_two_integers(shape):
     with pytest.raises(TypeError, match=r"from_coo.*: shape must be two integers, rows and columns, got"):
         SparseTensor.from_coo(INDEX, INDEX, VALUES, shape)
-
-
-def test_a_shape_may_be_of_any_integers():
-    assert Pattern(INDEX, INDEX, (np.int64(2), np.int32(2))).shape == (2, 2)
-    assert Pattern(INDEX, INDEX, torch.Size([2, 2])).shape == (2, 2)
 
 
 def test_a_shape_is_not_negative():
@@ -51,12 +45,6 @@ def test_indices_are_vectors_inside_the_shape(name, index, message):
         Pattern(given["row"], given["col"], (2, 2))
 
 
-def test_indices_on_the_meta_device_cannot_be_checked():
-    index = INDEX.to("meta")
-    with pytest.raises(ValueError, match="row is on the meta device, where it has no numbers"):
-        Pattern(index, index, (2, 2))
-
-
 def test_a_shape_without_rows_has_no_index():
     with pytest.raises(ValueError, match="row must be empty, for there is nothing to count, got 0"):
         Pattern(INDEX[:1], INDEX[:1], (0, 2))
@@ -72,13 +60,6 @@ def test_indices_are_integers(dtype):
         TypeError, match=r"Segments\(ids, num_segments\): ids must be a tensor of integers, got list"
     ):
         Segments([0, 1], 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-def test_every_integer_is_an_index(dtype):
-    pattern = Pattern(INDEX.to(dtype), INDEX.to(dtype), (2, 2))
-    assert pattern.row.dtype == pattern.col.dtype == torch.int64
-    assert pattern.equals(Pattern(INDEX, INDEX, (2, 2)))
 
 
 def test_rows_and_columns_are_as_many():

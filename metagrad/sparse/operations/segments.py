@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from metagrad.core import _torch
+from metagrad.core.checks import check_count
 from metagrad.core.tree import widened
-from metagrad.sparse.checks import check_count, check_floating, check_ids, check_index
+from metagrad.sparse.checks import check_floating, check_ids, check_index
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.kernels.accumulation import index_rows, index_sum
 from metagrad.sparse.pattern import Segments
@@ -217,7 +218,7 @@ def _check_entries(call: str, values: Tensor, index: Index, num_segments: int | 
         num_segments = index.num_segments
     elif num_segments is None:
         raise ValueError(f"{call}: index holds ids, so num_segments must be given.")
-    num_segments = check_count(call, "num_segments", num_segments)
+    check_count(call, num_segments, 0)
     index = _checked(call, index, values, num_segments)
     entries = len(index)
     if not values.ndim or len(values) != entries:

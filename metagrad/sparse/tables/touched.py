@@ -91,7 +91,7 @@ def _found_ids(
     def ids_of(*args: Tree) -> dict[str, Tensor]:
         found = {name: [torch.zeros(0, dtype=torch.long, device=p.device)] for name, p in tables.items()}
         proxies = {id(table): _noting(table, name, found[name].append) for name, table in tables.items()}
-        with replaced(model, proxies), _HiddenTables(tables):
+        with replaced(model, proxies), _Watch(tables):
             called(*args)
         return {name: torch.cat(ids) for name, ids in found.items()}
 
@@ -114,12 +114,16 @@ def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:
     return TableProxy(name, source.shape, source, lookup)
 
 
-class _HiddenTables(Dispatch):
-    """Raise ``ValueError`` where the model holds a table outside of a module's parameters: it cannot be replaced."""
+class _Watch(Dispatch):
+    """Put generators back that are handed to functions, and raise ``ValueError`` for tables that are hidden.
+
+    A table is hidden where the model holds it outside of a module's parameters, so that it cannot be replaced.
+    """
 
     def __init__(self, tables: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.names = {id(table): name for name, table in tables.items()}
+        self.states: dict[torch.Generator, Tensor] = {}
 
     def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that takes no table."""
@@ -131,7 +135,15 @@ class _HiddenTables(Dispatch):
                     "where its rows cannot take its place. Leave it out of sparse, or give that use a parameter of "
                     "its own."
                 )
+        generator = kwargs.get("generator")
+        if isinstance(generator, torch.Generator) and generator not in self.states:
+            self.states[generator] = generator.get_state()
         return function(*args, **kwargs)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for generator, state in self.states.items():
+            generator.set_state(state)
 
 
 @contextlib.contextmanager
@@ -139,7 +151,7 @@ def _left_alone(model: nn.Module) -> Generator[None]:
     """Leave the random generators and the buffers of a model as they were."""
     random = RandomState()
     try:
-        with random.watched(), own_buffers(model.modules()):
+        with own_buffers(model.modules()):
             yield
     finally:
         random.restore()

@@ -69,15 +69,6 @@ def test_rows_of_several_calls_are_joined():
     assert stacked["weight"].tolist() == [[1, 3, 9], [2, 2, 2]]
 
 
-def test_lookups_that_no_task_has_of_its_own():
-    """Positions are the same for all tasks, and no batch axis of vmap is on them."""
-    emb = nn.Embedding(20, 2)
-    model = nn.Sequential(emb)
-    model.forward = lambda x: emb(torch.arange(x.shape[0])) + x
-    rows = touched_rows(model, {"0.weight": emb.weight}, [(torch.zeros(3, 2, 2),)], stacked=True)
-    assert rows["0.weight"].tolist() == [[0, 1]] * 3
-
-
 def test_a_table_that_is_never_looked_up_has_one_row():
     model = nn.Sequential(nn.Embedding(20, 2))
     model.forward = lambda x: x
