@@ -18,6 +18,7 @@ from omegaconf import MISSING
 from experiments.run.help import arguments_of
 from experiments.run.schema import Algorithm, Data, Hypergradient, InnerRule, Optimizer, Target, Task, key
 from metagrad import optim
+from metagrad.meta import Options
 from metagrad.optim import rules
 
 TYPES: dict[str, Any] = {
@@ -46,7 +47,9 @@ def arguments(make: Any, inherited: bool = False) -> Iterator[Argument]:
     """Yield the arguments of a class or a function, and after them those that it passes on to the class above."""
     sentences, passes_on = arguments_of(f"{make.__module__}.{make.__qualname__}"), False
     for name, argument in inspect.signature(make).parameters.items():
-        if argument.kind is inspect.Parameter.VAR_KEYWORD:
+        if name == "options":
+            yield from arguments(Options, inherited)
+        elif argument.kind is inspect.Parameter.VAR_KEYWORD:
             passes_on = isinstance(make, type)
         else:
             words = argument.annotation

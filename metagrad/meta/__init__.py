@@ -14,9 +14,8 @@ from metagrad.meta.algorithms.meta_sgd import MetaSGD
 from metagrad.meta.algorithms.proto_maml import ProtoMAML
 from metagrad.meta.algorithms.reptile import Reptile
 from metagrad.meta.checks.preflight import preflight
-from metagrad.meta.checks.report import MemoryCost, ModuleFinding, Preflight
-from metagrad.meta.inner.prototypes import Prototypes
-from metagrad.meta.maml import MAML
+from metagrad.meta.checks.report import Preflight
+from metagrad.meta.maml import MAML, Options
 
 __all__ = [
     "ANIL",
@@ -29,15 +28,13 @@ __all__ = [
     "Algorithm",
     "HeadAlgorithm",
     "MAMLPlusPlus",
-    "MemoryCost",
     "MetaCurvature",
     "MetaOutput",
     "MetaSGD",
-    "ModuleFinding",
+    "Options",
     "Preflight",
     "ProtoMAML",
     "ProtoNet",
-    "Prototypes",
     "Reptile",
     "iMAML",
     "preflight",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,29 +20,47 @@ from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.tape import is_on_the_tape, is_transformed
 from metagrad.distributed.wrappers import refuse_wrapped
-from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
 from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.execution.tables import AdaptedTables, check_tables
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
-from metagrad.meta.inner.minimum import check_hypergradient, check_proximal
-from metagrad.meta.inner.start import Start, own_start
 from metagrad.meta.objective.norms import OF_STEPS, Norm, NormPass, Norms, PerStepNorms, check_norm
-from metagrad.meta.objective.query_weights import (
-    QueryWeights,
-    check_query_weights,
-    count_before_the_last,
-    weighted,
-    weights_at,
-)
-from metagrad.meta.objective.task_loss import LabelBounds, LossFn, TaskLoss, label_bounds
+from metagrad.meta.objective.task_loss import LossFn, TaskLoss, label_bounds
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
 from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.transforms.chain import check_rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
+
+
+@dataclass(frozen=True)
+class Options:
+    """How :class:`MAML` runs tasks and ends their steps: its further keyword arguments.
+
+    Args:
+        sparse: The names of embedding tables ``[V, D]`` of which each task adapts the rows that its examples look
+            up: the same result at a cost that does not depend on V, and the gradient of the table is a
+            :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
+            ones do. The model runs once more on each batch, to find the rows. A table that does not adapt is shared
+            by all tasks, and its gradient is such rows too.
+        task_chunk: How many tasks run together; None means all, 1 is a loop.
+        nonfinite: How a loss or a meta-gradient that is NaN or infinite is handled: ``"raise"`` an error that
+            names the task, or ``"skip"``, which leaves such tasks out of the loss and its gradient, computing the
+            others once more, and marks them in ``out.skipped``. A gradient that overflows only because the loss was
+            scaled passes: that is for the ``GradScaler`` to see.
+        truncate: Differentiate through only the last so many inner steps, and take those before as first-order
+            MAML takes all of them; None differentiates through all.
+        tolerance: A task takes no further step once the norm of its inner gradient (over all parameters) is at most
+            this; ``out.steps`` counts the steps that each task took.
+    """
+
+    sparse: Sequence[str] = ()
+    task_chunk: int | None = None
+    nonfinite: Nonfinite = "raise"
+    truncate: int | None = None
+    tolerance: float | None = None
 
 
 class MAML(nn.Module):
@@ -80,27 +98,6 @@ class MAML(nn.Module):
         memory: What the inner loop keeps, see :func:`metagrad.unroll`. A budget is that of the whole batch.
             If the graph of one step is too large, pass ``task_chunk=1`` and call :func:`metagrad.checkpoint`
             around the layers of the model.
-        truncate: Differentiate through the last so many inner steps alone, and take those before as first-order
-            MAML takes all of them; None differentiates through all.
-        tolerance: A task takes no further step once the norm of its inner gradient (over all parameters) is at most
-            this; ``out.steps`` counts the steps that each task took.
-        task_chunk: How many tasks run together; None means all, 1 is a loop.
-        start: What some parameters start from in each task, instead of the value of the meta-parameter: a mapping of
-            names or patterns (``"head.*"``) to ``"zeros"``, or to a function of ``(model, x, y)``, the model at the
-            meta-parameters and the support examples of one task, that returns the value of the parameter, or
-            several by name; or one such function for all, as :class:`metagrad.meta.Prototypes` is. The
-            meta-gradient goes through what it computes, also with ``order=1`` or ``truncate``. Several tasks are
-            computed by ``torch.vmap``. One that is a module is a part of this one, and its parameters are learned.
-        sparse: The names of embedding tables ``[V, D]`` of which each task adapts the rows that its examples look
-            up: the same result at a cost that does not depend on V, and the gradient of the table is a
-            :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
-            ones do. The model runs once more on each batch, to find the rows. A table that does not adapt is shared
-            by all tasks, and its gradient is such rows too.
-        query_weights: The weights of the query losses after each inner step in ``out.loss``, which is then their
-            weighted sum (multi-step loss): a sequence or a tensor with a weight for each of ``steps``, or a function
-            of the number of the step, from 0; None counts the last alone. A tensor may be learned. A call with
-            another number of steps than there are weights counts the last alone. With ``truncate``, losses after
-            steps that are taken as first-order MAML takes them pass their gradients on likewise.
         norm: Which statistics normalisation layers with running statistics (batch normalisation) use. The sets are
             the support and the query examples of a task. ``"transductive"``: those of the set at hand, also in
             evaluation. ``"support"``: those of the support examples of the task, at the same parameters, for its
@@ -110,24 +107,14 @@ class MAML(nn.Module):
             ``per_step_norms``, which are meta-learned, not adapted. ``"per_step_transductive"``: these weights and
             biases with the statistics of the set at hand. With all of these tasks may be stacked, and a recomputation
             does not update statistics. None leaves it to the modules.
-        proximal: The number :math:`\lambda` of a term :math:`\frac{\lambda}{2} |\phi - \theta|^2` that inner steps
-            descend beside the support loss, :math:`\theta` what the task starts from; it may be a 0-d tensor, and be
-            learned. It is not a part of ``out.support_losses``. None has none.
-        hypergradient: Differentiate the minimum that the inner steps approach by a method of
-            :mod:`metagrad.hypergrad` that inverts the Hessian, such as ``CG(steps=5)``, instead of differentiating
-            through the steps: memory does not grow with them. It is as accurate as the steps have converged. Without
-            ``proximal`` a minimum depends on the shared parameters alone, not on those that adapt. First derivatives
-            only.
-        nonfinite: How a loss or a meta-gradient that is NaN or infinite is handled: ``"raise"`` an error that
-            names the task and the inner step, or ``"skip"``, which leaves such tasks out of the loss and its
-            gradient, computing the others once more, and marks them in ``out.skipped``. A gradient that overflows
-            only because the loss was scaled passes: that is for the ``GradScaler`` to see.
         compile: Whether to compile. Up to five small steps and the query loss are one compiled function. Otherwise
             one inner step and the query loss are compiled, and serve any number of steps and values of the
             hyperparameters. A dict holds the arguments of ``torch.compile``. What cannot be compiled (hooks, running
             statistics, control flow that depends on data, ``norm``, ``sparse``, inputs or outputs that are not single
             tensors) runs eagerly, with one warning that says why. A meta-gradient of compiled steps cannot be
             differentiated again.
+        **options: ``sparse``, ``task_chunk``, ``nonfinite``, ``truncate`` and ``tolerance``, see
+            :class:`metagrad.meta.Options`. They are attributes, too.
 
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
@@ -153,7 +140,11 @@ class MAML(nn.Module):
         algorithm 1 and section 5.2 (first order).
     """
 
-    _fixed: Mapping[str, object] = {}
+    sparse: Sequence[str]
+    task_chunk: int | None
+    nonfinite: Nonfinite
+    truncate: int | None
+    tolerance: float | None
 
     def __init__(
         self,
@@ -165,47 +156,40 @@ class MAML(nn.Module):
         adapt: Adapt = None,
         order: int = 2,
         memory: Memory = "full",
-        truncate: int | None = None,
-        tolerance: float | None = None,
-        task_chunk: int | None = None,
-        start: Start | None = None,
-        sparse: Sequence[str] = (),
-        query_weights: QueryWeights | None = None,
         norm: Norm | None = None,
-        proximal: float | Tensor | None = None,
-        hypergradient: ImplicitMethod | None = None,
-        nonfinite: Nonfinite = "raise",
         compile: Compile = False,
+        **options: Any,
     ) -> None:
         super().__init__()
-        check_arguments(model, steps, order, task_chunk)
+        check_arguments(model, steps, order, None)
         check_rule("MAML(...)", inner, "inner")
+        names = [field.name for field in fields(Options)]
+        for name in options:
+            if name not in names:
+                raise TypeError(
+                    f"{type(self).__name__}(...): unexpected keyword argument {name!r}. The options are "
+                    f"{', '.join(names)}."
+                )
+        for name, value in vars(Options(**options)).items():
+            setattr(self, name, value)
         self.model = model
         self.loss_fn = loss_fn
         self.steps = steps
         self.adapted = adapt
         self.order = order
         self.memory: Memory = memory
-        self.truncate = truncate
-        self.tolerance = tolerance
-        self.task_chunk = task_chunk
-        self.query_weights: QueryWeights | None = query_weights
-        self.proximal = proximal
-        self.hypergradient: ImplicitMethod | None = hypergradient
-        self.start = start
         self.norm = norm
-        self.nonfinite: Nonfinite = nonfinite
         self._compile = checked_compile("MAML(...)", compile)
-        self._cache = _Cache(model, loss_fn, task_chunk, self._compile)
-        self.sparse: tuple[str, ...] = check_tables(model, sparse, inner, self._adapted_parameters())
-        self._check()
-        own_start(start, model, self._adapted_parameters(), self.sparse)
+        self._forget()
+        self._own_parameters = dict(model.named_parameters())
+        self.sparse = check_tables(model, self.sparse, inner, self._adapted_parameters())
         self.inner = inner
-        self._check_minimum()
+        self._check()
 
-    def _fix(self, *names: str) -> None:
-        """Keep attributes as they are: what is assigned later would have no meaning in this algorithm."""
-        self._fixed = {name: getattr(self, name) for name in names}
+    def _forget(self) -> None:
+        """Forget what was found out about the model and the loss."""
+        self._stacking = Stacking(self.task_chunk, type(self).__name__)
+        self._compiler = None if self._compile is None else Compiler("MAML(..., compile)", self._compile)
 
     @property
     def inner(self) -> Rule:
@@ -233,12 +217,13 @@ class MAML(nn.Module):
             self.per_step_norms = PerStepNorms(self.model, self.steps)
         self._norm: Norm | None = norm
 
-    def _norms(self) -> NormPass | None:
-        return None if self.norm is None else NormPass(Norms(self.model, self.norm, self.per_step_norms))
-
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an attribute; a module that adapts is a part of the model already, and not registered again."""
-        super().__setattr__(name, _kept(name, value))
+        """Assign an attribute, to be checked by the next call."""
+        self.__dict__["_is_checked"] = False
+        # A module that adapts is a part of the model already, and not registered again.
+        super().__setattr__(name, (value,) if name == "adapted" and isinstance(value, nn.Module) else value)
+        if name in ("model", "loss_fn", "task_chunk") and "_stacking" in self.__dict__:
+            self._forget()
 
     def forward(
         self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
@@ -268,20 +253,17 @@ class MAML(nn.Module):
                 "the learner itself on batch.shard(), and metagrad.distributed.average_gradients after the backward "
                 "pass, which sends the rows."
             )
-        tasks = self._with_noise(read_batch(batch))
-        executor = self._executor(steps, tasks)
-        results, skipped, _ = executor.run(tasks)
+        tasks = read_batch(batch)
+        results, skipped, _ = self._executor(steps, tasks).run(tasks)
         assert isinstance(results, Evaluation)
-        losses, used, query_losses, predictions, path, judged, mean = results
-        if judged is None:
-            judged = weighted(weights_at(self.query_weights, losses.shape[1]), path, query_losses)
-        counted = judged[~skipped] if self.nonfinite == "skip" else judged
+        losses = _weighted(self._step_weights(results.losses.shape[1]), results)
+        counted = losses[~skipped] if self.nonfinite == "skip" else losses
         return MetaOutput(
-            mean if mean is not None and counted is query_losses else counted.mean(),
-            query_losses,
-            restored(predictions),
-            losses,
-            used,
+            counted.mean(),
+            results.query_losses,
+            restored(results.predictions),
+            results.losses,
+            results.used,
             skipped,
             self.norm,
         )
@@ -302,7 +284,7 @@ class MAML(nn.Module):
             ValueError: As :meth:`forward`.
             FloatingPointError: As :meth:`forward`.
         """
-        tasks = self._with_noise(read_support(support))
+        tasks = read_support(support)
         executor = self._executor(steps, tasks)
         results, skipped, chunk = executor.run(tasks)
         assert isinstance(results, Adaptation)
@@ -320,12 +302,8 @@ class MAML(nn.Module):
         """Return one of the same modules and arguments that stores something else, and compiles nothing."""
         other = copy.copy(self)
         other.memory, other._compile = memory, None
-        other._cache = _Cache(self.model, self.loss_fn, self.task_chunk, None)
+        other._forget()
         return other
-
-    def _with_noise(self, tasks: Tasks) -> Tasks:
-        """Return tasks with what an algorithm draws for each, so that a recomputation has the same."""
-        return tasks
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""
@@ -336,99 +314,89 @@ class MAML(nn.Module):
 
     def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:
         """Return what runs tasks, as the attributes of this module say at present."""
-        if steps is None:
-            steps = self.steps
-        check_steps("MAML(batch, steps)", steps)
-        labels = label_bounds(self.loss_fn, *tasks.targets)
-        return self._new_executor(steps, tasks, labels)
-
-    def _new_executor(self, steps: int, tasks: Tasks, labels: LabelBounds | None) -> TaskExecutor:
-        """Return what runs tasks, after a check of all attributes."""
-        self._check()
-        params, rule = self._adapted_parameters(), self.inner
-        refuse_transforms(list(params.values()), self.hypergradient)
-        self._check_minimum()
+        check_steps("MAML(batch, steps)", self.steps if steps is None else steps)
+        if not self._is_checked:
+            self._check()
+            self.__dict__["_is_checked"] = True
+        params = self._adapted_parameters()
+        refuse_transforms(list(params.values()))
         if self.sparse:
-            self.sparse = check_tables(self.model, self.sparse, rule, params)
-        start = own_start(self.start, self.model, params, self.sparse)
-        if start is not None:
-            start.check(self.model, tasks)
-        inner = InnerLoop(
-            TaskLoss(
-                self.model,
-                self.loss_fn,
-                labels,
-                norms=self._norms(),
-                tables=self.sparse,
-            ),
-            rule,
+            self.__dict__["sparse"] = check_tables(self.model, self.sparse, self.inner, params)
+        inner = self._inner_loop(self.steps if steps is None else steps, tasks)
+        adapted = tuple(name for name in self.sparse if name in params)
+        return TaskExecutor(inner, params, adapted, self.nonfinite, self._stacking, type(self).__name__)
+
+    def _inner_loop(self, steps: int, tasks: Tasks) -> InnerLoop:
+        """Return the loop that adapts to tasks."""
+        weights = self._step_weights(steps)
+        norms = None if self.norm is None else NormPass(Norms(self.model, self.norm, self.per_step_norms))
+        labels = label_bounds(self.loss_fn, *tasks.targets)
+        return InnerLoop(
+            TaskLoss(self.model, self.loss_fn, labels, norms=norms, tables=tuple(self.sparse)),
+            self.inner,
             steps,
             self.order,
             self.memory,
             self.truncate,
             self.tolerance,
-            self._cache.compiled,
-            start=start,
-            judges_each=count_before_the_last(weights_at(self.query_weights, steps)),
-            proximal=self.proximal,
-            hypergradient=self.hypergradient,
+            self._compiler,
+            None if type(self)._start is MAML._start else self._start,
+            judges_each=weights is not None and any(map(_counts, weights[:-1])),
         )
-        adapted = tuple(name for name in self.sparse if name in params)
-        return TaskExecutor(inner, params, adapted, self.nonfinite, self._cache.stacking)
+
+    def _start(self, model: nn.Module, params: Params, tasks: Tasks, stacked: bool) -> Params:
+        """Return the values that some parameters start from in each task, where an algorithm has such."""
+        return {}
+
+    def _step_weights(self, steps: int) -> Sequence[float | Tensor] | Tensor | None:
+        """Return the weights of the query losses after each step; None where only the last counts."""
+        return None
 
     def _adapted_parameters(self) -> Params:
         """Return the parameters that adapt, with the values that they have now."""
-        params = self._cache.trained()
+        params = self._trained()
         check_trained(params)
         names: Iterable[str] = params
         if self.adapted is not None:
-            own = {name: self._cache.parameters.get(name, p) for name, p in params.items()}
+            own = {name: self._own_parameters.get(name, p) for name, p in params.items()}
             names = select_parameters(self.model, self.adapted, own)
         if self.per_step_norms is not None:
             names = self.per_step_norms.others(names)
         return {name: params[name] for name in names}
 
+    def _trained(self) -> Params:
+        """Return the parameters of the model that require grad, with the values that they have now.
+
+        In a ``functional_call`` tensors are in their places that need not require grad: the parameters say.
+        """
+        current = dict(self.model.named_parameters())
+        if all(is_a(p, nn.Parameter) for p in current.values()):
+            self.__dict__["_own_parameters"] = current
+        own = {name: self._own_parameters.get(name, p) for name, p in current.items()}
+        return {name: p for name, p in current.items() if p.requires_grad or own[name].requires_grad}
+
     def _check(self) -> None:
-        """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
+        """Raise for attributes that mean nothing, at construction and where they have been assigned since."""
         check_function(f"{type(self).__name__}(model, loss_fn, ...)", "loss_fn", self.loss_fn)
-        for name, value in self._fixed.items():
-            if getattr(self, name) is not value:
-                raise ValueError(
-                    f"{type(self).__name__}(...): {name} stays {value!r}, as it was made, and cannot be assigned, "
-                    f"got {getattr(self, name)!r}. Make another {type(self).__name__}, or take MAML."
-                )
         check_arguments(self.model, self.steps, self.order, self.task_chunk)
         checked_memory("MAML(...)", self.memory)
         check_ends(self.truncate, self.tolerance)
-        check_query_weights(self.query_weights, self.steps)
         check_norm(self.model, self.norm, self.steps)
         check_nonfinite(self.nonfinite)
-        if not self._cache.belongs_to(self.model, self.loss_fn, self.task_chunk):
-            self._cache = _Cache(self.model, self.loss_fn, self.task_chunk, self._compile)
 
-    def _check_minimum(self) -> None:
-        """Refuse what does not go with a proximal term, or with the derivative of a minimum."""
-        rule = self.inner
-        check_proximal(self.proximal)
-        check_hypergradient(
-            self.hypergradient,
-            rule,
-            order=self.order,
-            truncate=self.truncate,
-            memory=self.memory,
-            query_weights=self.query_weights,
-            norm=self.norm,
-        )
-        if self.hypergradient is not None and self.proximal is None and not self._has_shared():
-            raise ValueError(
-                "MAML(..., hypergradient): a minimum does not depend on where the steps begin, so nothing would be "
-                "learned. Pass proximal, such as proximal=2.0, which holds it there."
-            )
 
-    def _has_shared(self) -> bool:
-        """Say whether anything but what adapts is learned."""
-        own = {id(p) for p in self._adapted_parameters().values()}
-        return any(p.requires_grad and id(p) not in own for p in self.parameters())
+def _weighted(weights: Sequence[float | Tensor] | Tensor | None, results: Evaluation) -> Tensor:
+    """Return the weighted sum of the query losses of each task, ``[tasks]``."""
+    if weights is None:
+        return results.query_losses
+    each = [*results.path.unbind(1), results.query_losses]
+    terms = zip(list(weights)[-len(each) :], each, strict=True)
+    # A weight of 0 leaves out a loss that was not computed.
+    return torch.stack([weight * loss for weight, loss in terms if _counts(weight)]).sum(0)
+
+
+def _counts(weight: float | Tensor) -> bool:
+    return isinstance(weight, Tensor) or weight != 0
 
 
 def _predicted(
@@ -437,33 +405,6 @@ def _predicted(
     """Predict with the shared parameters and buffers as they were during adaptation."""
     with slots.restored({}):
         return predict(params, x)
-
-
-class _Cache:
-    """The results of analysing a model and its loss, kept between calls."""
-
-    def __init__(
-        self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None, options: dict[str, Any] | None
-    ) -> None:
-        self.model, self.loss_fn = model, loss_fn
-        self.parameters = dict(model.named_parameters())
-        self.stacking = Stacking(task_chunk)
-        self.compiled = None if options is None else Compiler("MAML(..., compile)", options)
-
-    def trained(self) -> Params:
-        """Return the parameters of the model that require grad, with the values that they have now.
-
-        In a ``functional_call`` tensors are in their places that need not require grad: the parameters say.
-        """
-        current = dict(self.model.named_parameters())
-        if all(is_a(p, nn.Parameter) for p in current.values()):
-            self.parameters = current
-        own = {name: self.parameters.get(name, p) for name, p in current.items()}
-        return {name: p for name, p in current.items() if p.requires_grad or own[name].requires_grad}
-
-    def belongs_to(self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None) -> bool:
-        """Say whether it is of these."""
-        return self.model is model and self.loss_fn is loss_fn and self.stacking.task_chunk == task_chunk
 
 
 @dataclass(frozen=True)
@@ -492,10 +433,6 @@ class LearnedRule:
             return tensor if name is None else getattr(module, name)
 
         return with_hyperparameters(self.template, current)
-
-
-def _kept(name: str, value: Any) -> Any:
-    return (value,) if name == "adapted" and isinstance(value, nn.Module) else value
 
 
 def register_learned(module: nn.Module, rule: Rule) -> LearnedRule:
@@ -561,13 +498,8 @@ def check_ends(truncate: int | None, tolerance: float | None) -> None:
         raise ValueError(f"MAML(..., tolerance): expected None or a norm of at least 0, got {tolerance!r}.")
 
 
-def refuse_transforms(params: list[Tensor], hypergradient: object = None) -> None:
-    """Refuse torch.func transforms in which gradients of the parameters cannot be taken on the tape."""
-    if is_transformed() and hypergradient is not None:
-        raise RuntimeError(
-            "MAML(batch): with hypergradient there is no torch.func transform around it. Differentiate "
-            "maml(batch).loss by torch.autograd.grad."
-        )
+def refuse_transforms(params: list[Tensor]) -> None:
+    """Raise for torch.func transforms in which gradients of the parameters cannot be taken on the tape."""
     if is_transformed() and not is_on_the_tape(params):
         raise RuntimeError(
             "MAML(batch): of torch.func, reverse mode (grad, vjp, jacrev) with respect to all parameters that are "

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import copy
+import inspect
 
 import pytest
 import torch
@@ -29,20 +29,19 @@ def test_forward_and_adapt_of_the_protocol_return_its_outputs(regression):
     assert not out.skipped.any()
 
 
-@pytest.mark.parametrize(
-    ("name", "attribute", "value"),
-    [
-        ("Reptile", "truncate", 1),
-        ("Reptile", "adapted", "0.*"),
-    ],
-)
-def test_what_an_algorithm_does_not_take_cannot_be_assigned(regression, name, attribute, value):
+@pytest.mark.parametrize(("attribute", "value"), [("truncate", 1), ("adapted", "0.*"), ("order", 2)])
+def test_what_reptile_does_not_take_cannot_be_assigned(regression, attribute, value):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)).double()
-    make = getattr(mg, name)
-    learner = copy.deepcopy(make(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=2, task_chunk=1))
+    learner = mg.Reptile(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=2, task_chunk=1)
     learner(regression)
     setattr(learner, attribute, value)
-    with pytest.raises(
-        ValueError, match=rf"{name}\(...\): {attribute} stays .* cannot be assigned.*Make another"
-    ):
+    with pytest.raises(ValueError, match=r"Reptile\(...\): expected order 1, adapted None and truncate None"):
         learner(regression)
+
+
+def test_maml_has_few_arguments_and_names_those_it_does_not_know():
+    assert len(inspect.signature(mg.MAML).parameters) <= 10
+    with pytest.raises(
+        TypeError, match=r"MAML\(\.\.\.\): unexpected keyword argument 'start'.* sparse, task_chunk"
+    ):
+        mg.MAML(nn.Linear(1, 1), F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=1, start="zeros")

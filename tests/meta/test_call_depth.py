@@ -15,8 +15,8 @@ import metagrad as mg
 
 LIBRARY = str(Path(mg.__file__).parent)
 PRODUCTS = {F.linear, torch.baddbmm, torch.bmm}
-MOST_FILES = 8
-MOST_FRAMES = {"full": 15, "step": 20}
+MOST_FILES = 6
+MOST_FRAMES = {"full": 10, "step": 18}
 
 
 class Wrapped(nn.Module):

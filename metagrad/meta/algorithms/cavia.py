@@ -8,7 +8,8 @@ from torch import nn
 
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.task_loss import LossFn
-from metagrad.optim.rules import Rule
+from metagrad.meta.objective.tasks import Tasks
+from metagrad.optim.rules import Params, Rule
 
 
 class CAVIA(MAML):
@@ -30,7 +31,7 @@ class CAVIA(MAML):
         inner: As of :class:`MAML`.
         steps: As of :class:`MAML`.
         context: The name of the context, or a pattern or module that says which parameters it is.
-        **arguments: As of :class:`MAML`, without ``adapt`` and ``start``.
+        **arguments: As of :class:`MAML`, without ``adapt``.
 
     Raises:
         ValueError: As :class:`MAML`; or nothing in the model is called so.
@@ -60,5 +61,9 @@ class CAVIA(MAML):
         context: str = "context",
         **arguments: Any,
     ) -> None:
-        start = {context: "zeros"}
-        super().__init__(model, loss_fn, inner=inner, steps=steps, adapt=context, start=start, **arguments)
+        super().__init__(model, loss_fn, inner=inner, steps=steps, adapt=context, **arguments)
+
+    def _start(self, model: nn.Module, params: Params, tasks: Tasks, stacked: bool) -> Params:
+        """Return zeros, in each task."""
+        shape = (tasks.count,) if stacked else ()
+        return {name: p.new_zeros((*shape, *p.shape)) for name, p in params.items()}

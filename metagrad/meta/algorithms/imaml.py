@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from metagrad.hypergrad import CG
+from metagrad.core.tape import is_transformed
+from metagrad.hypergrad import CG, Nystrom
+from metagrad.hypergrad.attach import attach, check_inverse
 from metagrad.hypergrad.implicit import ImplicitMethod
+from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
-from metagrad.meta.objective.task_loss import LossFn
-from metagrad.optim.rules import Rule
+from metagrad.meta.objective.norms import OF_STEPS
+from metagrad.meta.objective.task_loss import Loss, LossFn
+from metagrad.meta.objective.tasks import Tasks, task_squares
+from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.rules import Params, Rule
+from metagrad.optim.walk import hyperparameters_in
+
+_CALL = "iMAML(..., hypergradient)"
+
+
+@dataclass(frozen=True)
+class _Proximal:
+    """A rule whose steps also descend half the squared distance to their start, with a weight.
+
+    Attributes:
+        rule: The rule that takes the steps.
+        weight: The weight.
+    """
+
+    rule: Rule
+    weight: float | Tensor
+
+    def init(self, params: Params) -> tuple[Params, Any]:
+        """Return the start, and the state of the rule."""
+        return params, self.rule.init(params)
+
+    def update(self, grads: Params, state: tuple[Params, Any], params: Params) -> tuple[Params, Any]:
+        """Take a step."""
+        start, inner = state
+        grads = {name: g + self.weight * (params[name] - start[name]) for name, g in grads.items()}
+        new, inner = self.rule.update(grads, inner, params)
+        return new, (start, inner)
 
 
 class iMAML(MAML):  # noqa: N801 - the name of the paper
@@ -63,7 +100,83 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
         hypergradient: ImplicitMethod | None = None,
         **arguments: Any,
     ) -> None:
-        method = CG(steps=5) if hypergradient is None else hypergradient
-        super().__init__(
-            model, loss_fn, inner=inner, steps=steps, proximal=proximal, hypergradient=method, **arguments
+        super().__init__(model, loss_fn, inner=inner, steps=steps, **arguments)
+        self.proximal = proximal
+        self.hypergradient: ImplicitMethod = CG(steps=5) if hypergradient is None else hypergradient
+        self._check()
+
+    def _check(self) -> None:
+        super()._check()
+        if not hasattr(self, "hypergradient"):
+            return
+        _check_weight(self.proximal)
+        check_inverse(_CALL, self.hypergradient)
+        if isinstance(self.hypergradient, Nystrom):
+            raise ValueError(f"{_CALL}: Nystrom approximates one Hessian, and tasks have one each. Take CG.")
+        others = {
+            "order": (self.order != 2, "the derivative of a minimum has no order to choose"),
+            "truncate": (self.truncate is not None, "it differentiates through no step"),
+            "tolerance": (self.tolerance is not None, "a task does not stop before its minimum"),
+            "memory": (self.memory != "full", "it keeps none of the steps, whatever their number"),
+            "norm": (self.norm in OF_STEPS, "a minimum has no statistics of each step"),
+        }
+        for name, (is_there, why) in others.items():
+            if is_there:
+                raise ValueError(f"iMAML(..., {name}): {why}. Leave it out.")
+        _check_rule(self.inner)
+
+    def _inner_loop(self, steps: int, tasks: Tasks) -> InnerLoop:
+        if is_transformed():
+            raise RuntimeError(
+                "iMAML(batch): there must be no torch.func transform around it. Differentiate imaml(batch).loss by "
+                "torch.autograd.grad."
+            )
+        inner = super()._inner_loop(steps, tasks)
+        return dataclasses.replace(inner, rule=_Proximal(inner.rule, self.proximal), minimum=self._at_minimum)
+
+    def _at_minimum(self, loss: Loss, rule: Any, start: Params, params: Params, tasks: Tasks) -> Params:
+        """Give adapted parameters the derivative of the minimum of the support loss and its proximal term."""
+
+        def losses(values: Params) -> Tensor:
+            found, _ = loss(values, tasks.support_x, tasks.support_y)
+            distances = task_squares((p - start[name] for name, p in values.items()), found.ndim)
+            return found + rule.weight / 2 * distances
+
+        return attach(losses, params, method=self.hypergradient, call=_CALL)
+
+
+def _check_weight(weight: object) -> None:
+    if isinstance(weight, Tensor):
+        if weight.ndim:
+            raise ValueError(f"iMAML(..., proximal): expected one number, got shape {tuple(weight.shape)}.")
+    elif not isinstance(weight, (int, float)) or not (weight > 0 and math.isfinite(weight)):
+        raise ValueError(f"iMAML(..., proximal): expected a number above 0, got {weight!r}.")
+
+
+def _check_rule(rule: Rule) -> None:
+    """Raise for hyper-parameters that are learned, and for decay, which moves the minimum."""
+    learned = [name for name, value in hyperparameters_in(rule) if value.requires_grad]
+    if learned:
+        raise ValueError(
+            f"iMAML(..., inner): {', '.join(learned)} would be learned, and does not influence a minimum. Give "
+            "numbers."
         )
+    if any(is_used(value) for value in _decays(rule)):
+        raise ValueError(
+            "iMAML(..., inner): weight_decay moves the steps to another minimum than that of the loss. Put the "
+            "penalty into the loss."
+        )
+
+
+def _decays(rule: Any) -> Iterator[Any]:
+    """Yield the weight decay of a rule, and of the rules that it is made of."""
+    if isinstance(rule, (tuple, list)):
+        for part in rule:
+            yield from _decays(part)
+    elif dataclasses.is_dataclass(rule) and not isinstance(rule, type):
+        for field in dataclasses.fields(rule):
+            value = getattr(rule, field.name)
+            if field.name == "weight_decay":
+                yield value
+            else:
+                yield from _decays(value)

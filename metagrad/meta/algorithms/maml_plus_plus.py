@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from metagrad.core.checks import check_count
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import Norm
-from metagrad.meta.objective.query_weights import QueryWeights
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Params, sgd
+
+QueryWeights: TypeAlias = "Sequence[float | Tensor] | Tensor"
+"""A weight for each inner step."""
 
 T = TypeVar("T")
 
@@ -56,7 +59,9 @@ class MAMLPlusPlus(MAML):
             too, which is the default. A model that is trained so and evaluated with running ones adapts by gradients
             it has never seen, and may diverge.
         order: The order after those; assigned, it is that.
-        query_weights: As of :class:`MAML`; if they are given, they take the place of those that anneal.
+        query_weights: The weights of the query losses after each inner step in ``out.loss``, numbers or 0-d tensors,
+            which may be learned; they take the place of those that anneal. A call with another number of steps than
+            there are weights counts only the last loss.
         **arguments: As of :class:`MAML`.
 
     Raises:
@@ -101,8 +106,9 @@ class MAMLPlusPlus(MAML):
     ) -> None:
         check_count("MAMLPlusPlus(..., multi_step_updates)", multi_step_updates, 0)
         check_count("MAMLPlusPlus(..., first_order_updates)", first_order_updates, 0)
-        arguments |= {"norm": norm, "order": order, "query_weights": query_weights}
-        super().__init__(model, loss_fn, inner=sgd(lr=lr), steps=steps, **arguments)
+        self._query_weights = None
+        super().__init__(model, loss_fn, inner=sgd(lr=lr), steps=steps, norm=norm, order=order, **arguments)
+        self.query_weights = query_weights
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.multi_step_updates, self.first_order_updates = multi_step_updates, first_order_updates
         params = self._adapted_parameters()
@@ -124,8 +130,34 @@ class MAMLPlusPlus(MAML):
         early = max(0.0, 1 - int(self.updates) / self.multi_step_updates) / self.steps
         return [*[early] * (self.steps - 1), 1 - (self.steps - 1) * early] if early else None
 
+    def _check(self) -> None:
+        super()._check()
+        _check_query_weights(self._query_weights, self.steps)
+
+    def _step_weights(self, steps: int) -> QueryWeights | None:
+        weights = self.query_weights
+        return None if weights is None or len(weights) != steps else weights
+
     order: int = _annealed(_order_now, "_order")
     query_weights: QueryWeights | None = _annealed(_query_weights_now, "_query_weights")
+
+
+def _check_query_weights(weights: object, steps: int) -> None:
+    """Raise for what is not a weight for each of the steps, and for weights that are all zero."""
+    if weights is None:
+        return
+    call = "MAMLPlusPlus(..., query_weights)"
+    if not isinstance(weights, (list, tuple, Tensor)) or len(weights) != steps:
+        raise ValueError(
+            f"{call}: expected a sequence with a weight for each of {steps} steps, got {weights!r}."
+        )
+    numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if not all(isinstance(weight, (int, float)) and 0 <= weight < math.inf for weight in numbers):
+        raise ValueError(f"{call}: weights must be finite and at least 0, got {weights!r}.")
+    if not isinstance(weights, Tensor) and not any(isinstance(w, Tensor) or w for w in weights):
+        raise ValueError(
+            f"{call}: all weights are 0, so that nothing is learned. Give the last step a weight."
+        )
 
 
 def _rates(params: Params, lr: float) -> dict[str, nn.Parameter]:

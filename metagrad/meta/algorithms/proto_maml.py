@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from metagrad.meta.inner.prototypes import Prototypes
+from metagrad.core._torch import named_modules
+from metagrad.core.checks import is_a
+from metagrad.core.structured import Nested, call_on
+from metagrad.core.tree import widened
+from metagrad.meta.algorithms.heads.classes import read_classes
+from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.task_loss import LossFn
-from metagrad.optim.rules import Rule
+from metagrad.meta.objective.tasks import Tasks
+from metagrad.meta.objective.vmap import substituted, values_for, vmapped
+from metagrad.optim.rules import Params, Rule
+from metagrad.sparse.tables.embedding import embedding
 
 
 class ProtoMAML(MAML):
@@ -31,12 +41,12 @@ class ProtoMAML(MAML):
         inner: As of :class:`MAML`.
         steps: As of :class:`MAML`.
         head: The name of that layer, an ``nn.Linear`` with bias.
-        **arguments: As of :class:`MAML`, without ``start``.
+        **arguments: As of :class:`MAML`.
 
     Raises:
-        ValueError: As :class:`MAML`; there is no such layer; or when called, a class of a task has no support
-            example.
-        TypeError: As :class:`MAML`; or the layer is no ``nn.Linear`` with bias.
+        ValueError: As :class:`MAML`; there is no such layer, or it is no ``nn.Linear`` with bias; or when called, a
+            class of a task has no support example.
+        TypeError: As :class:`MAML`.
 
     Example:
         >>> model = metagrad.models.Conv4(5, hidden=8)
@@ -62,6 +72,72 @@ class ProtoMAML(MAML):
         head: str = "head",
         **arguments: Any,
     ) -> None:
-        start = Prototypes(head)
-        start.layer(model)
-        super().__init__(model, loss_fn, inner=inner, steps=steps, start=start, **arguments)
+        self.head_name = head
+        super().__init__(model, loss_fn, inner=inner, steps=steps, **arguments)
+        self._head(model)
+
+    def _head(self, model: nn.Module) -> nn.Linear:
+        """Return the head; raise if it is not a linear layer with bias."""
+        layer = dict(named_modules(model)).get(self.head_name)
+        if isinstance(layer, nn.Linear) and is_a(layer.bias, Tensor):
+            return layer
+        linear = [name for name, module in named_modules(model) if isinstance(module, nn.Linear)]
+        shown = "no module" if layer is None else f"a {type(layer).__name__}"
+        raise ValueError(
+            f"ProtoMAML(..., head): prototypes make a linear layer with bias, but {self.head_name!r} is {shown} of "
+            f"the model that could be one. Its linear layers are {linear}."
+        )
+
+    def _inner_loop(self, steps: int, tasks: Tasks) -> InnerLoop:
+        ways = self._head(self.model).out_features
+        classes = read_classes("ProtoMAML(batch)", tasks, self.loss_fn)
+        if classes.differ or classes.ways != ways:
+            raise ValueError(
+                f"ProtoMAML(batch): {self.head_name!r} has {ways} outputs, so every task must have support examples "
+                f"of the classes 0..{ways - 1}. Sample every class, or give the head as many outputs as classes."
+            )
+        return super()._inner_loop(steps, tasks)
+
+    def _start(self, model: nn.Module, params: Params, tasks: Tasks, stacked: bool) -> Params:
+        """Return weight and bias of the head, in each task."""
+        compute = functools.partial(self._prototypes, model, params)
+        compute = vmapped(compute) if stacked else compute
+        tables = {name: embedding(rows, params[name]) for name, rows in tasks.rows.items()}
+        return compute(tasks.rows, tables, tasks.support_x, tasks.support_y)
+
+    def _prototypes(
+        self, model: nn.Module, params: Params, rows: Params, tables: Params, x: Nested, y: Tensor
+    ) -> Params:
+        """Return weight and bias for the support examples of one task."""
+        layer = self._head(model)
+        with substituted(model, values_for(model, {**params, **tables}, rows, self.sparse)):
+            features = _given(model, layer, x, y.shape[0])
+        with torch.autocast(features.device.type, enabled=False):
+            weight = params[f"{self.head_name}.weight"]
+            features = widened(features.to(weight.dtype))
+            members = torch.arange(layer.out_features, device=y.device).unsqueeze(1) == y
+            members = members.to(features.dtype)
+            prototypes = members @ features / members.sum(1, keepdim=True)
+            start = {"weight": 2 * prototypes, "bias": -prototypes.square().sum(1)}
+            return {f"{self.head_name}.{name}": value.to(weight.dtype) for name, value in start.items()}
+
+
+def _given(model: nn.Module, layer: nn.Linear, x: Nested, count: int) -> Tensor:
+    """Return what the head is given, ``[examples, features]``."""
+    given: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append(args[0] if args else kwargs["input"])
+
+    handle = layer.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        call_on(model, x)
+    finally:
+        handle.remove()
+    shapes = [tuple(tensor.shape) for tensor in given]
+    if shapes != [(count, layer.in_features)]:
+        raise ValueError(
+            "ProtoMAML(batch): the model must call the head once, with an embedding for each example, "
+            f"{(count, layer.in_features)}, but it was called {len(shapes)} times, with {shapes}."
+        )
+    return given[0]

@@ -2,85 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from metagrad.meta.execution.executor import TaskExecutor
-from metagrad.meta.inner.loop import InnerLoop
-from metagrad.meta.inner.trajectories import DisplacementLoop, TrajectoryLoop
+from metagrad.core import _torch
+from metagrad.core._torch import Function
+from metagrad.core.tree import constants, tree_map
+from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.meta.objective.tasks import Tasks
-from metagrad.optim.rules import Rule
+from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in
+from metagrad.sparse.tables.embedding import over
 
 Examples = Literal["all", "support"]
 
 
-class TrajectoryLearner(MAML):
-    """MAML whose meta-gradient is read off the steps of the tasks, which are not differentiated through.
-
-    Args:
-        model: As of :class:`MAML`.
-        loss_fn: As of :class:`MAML`.
-        inner: As of :class:`MAML`; nothing of it is learned.
-        steps: As of :class:`MAML`.
-        examples: What the inner steps of training see: ``"all"`` examples, or those of ``"support"``.
-        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate``, ``query_weights``,
-            ``proximal`` and ``hypergradient``.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        *,
-        inner: Rule,
-        steps: int,
-        examples: Examples,
-        **arguments: Any,
-    ) -> None:
-        self._name = type(self).__name__
-        if examples not in get_args(Examples):
-            raise ValueError(f'{self._name}(..., examples): expected "all" or "support", got {examples!r}.')
-        fixed = dict.fromkeys(("adapt", "truncate", "query_weights", "proximal", "hypergradient"))
-        super().__init__(model, loss_fn, inner=inner, steps=steps, order=1, **fixed, **arguments)
-        self._fix("order", "adapted", "truncate", "query_weights", "proximal", "hypergradient")
-        self.examples: Examples = examples
-        self._refuse_learned()
-
-    def _loop(self, inner: InnerLoop, *, joins: bool) -> TrajectoryLoop:
-        """Return the inner loop that gives the meta-gradient."""
-        raise NotImplementedError
-
-    def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:
-        self._refuse_learned()
-        executor = super()._executor(steps, tasks)
-        joins = self.examples == "all" and self.training and tasks.query_x is not None
-        inner = self._loop(executor.inner, joins=joins)
-        return dataclasses.replace(executor, inner=inner, name=self._name)
-
-    def _refuse_learned(self) -> None:
-        """Refuse what would be learned, but has no gradient."""
-        beside = {"the loss": self.loss_fn, 'norm="per_step"': self.per_step_norms}
-        what = [
-            *(f"{path} of inner" for path, tensor in hyperparameters_in(self.inner) if tensor.requires_grad),
-            *(name for name, part in beside.items() if isinstance(part, nn.Module) and _is_learned(part)),
-        ]
-        if what:
-            raise ValueError(
-                f"{self._name}(...): {what[0]} would be learned, but the steps are not differentiated through. Give "
-                "numbers, and modules without parameters that require grad, or use FOMAML or MAML."
-            )
-
-
-def _is_learned(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
-
-
-class Reptile(TrajectoryLearner):
+class Reptile(MAML):
     r"""Learn parameters close to what all tasks come to, without differentiating through the inner steps.
 
     .. math::
@@ -104,8 +47,7 @@ class Reptile(TrajectoryLearner):
         inner: As of :class:`MAML`, any rule; nothing of it is learned.
         steps: As of :class:`MAML`; the paper takes 5 to 10.
         examples: What the inner steps of training see: ``"all"`` examples, or those of ``"support"``.
-        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate``, ``query_weights``,
-            ``proximal`` and ``hypergradient``.
+        **arguments: As of :class:`MAML`, without ``adapt``, ``order`` and ``truncate``.
 
     Raises:
         ValueError: As :class:`MAML`; ``examples`` is something else; a hyper-parameter of ``inner`` or the loss
@@ -137,7 +79,134 @@ class Reptile(TrajectoryLearner):
         examples: Examples = "all",
         **arguments: Any,
     ) -> None:
-        super().__init__(model, loss_fn, inner=inner, steps=steps, examples=examples, **arguments)
+        if examples not in get_args(Examples):
+            raise ValueError(f'Reptile(..., examples): expected "all" or "support", got {examples!r}.')
+        super().__init__(
+            model, loss_fn, inner=inner, steps=steps, adapt=None, order=1, truncate=None, **arguments
+        )
+        self.examples: Examples = examples
 
-    def _loop(self, inner: InnerLoop, *, joins: bool) -> TrajectoryLoop:
-        return DisplacementLoop(**vars(inner), joins=joins)
+    def _check(self) -> None:
+        super()._check()
+        if self.order != 1 or self.adapted is not None or self.truncate is not None:
+            raise ValueError(
+                f"Reptile(...): expected order 1, adapted None and truncate None, got {self.order!r}, "
+                f"{self.adapted!r} and {self.truncate!r}. All parameters adapt, and steps are not differentiated."
+            )
+        beside = {"the loss": self.loss_fn, 'norm="per_step"': self.per_step_norms}
+        what = [
+            *(f"{path} of inner" for path, tensor in hyperparameters_in(self.inner) if tensor.requires_grad),
+            *(name for name, part in beside.items() if isinstance(part, nn.Module) and _is_learned(part)),
+        ]
+        if what:
+            raise ValueError(
+                f"Reptile(...): {what[0]} would be learned, but the steps are not differentiated through. Give "
+                "numbers, and modules without parameters that require grad, or use FOMAML or MAML."
+            )
+
+    def _inner_loop(self, steps: int, tasks: Tasks) -> InnerLoop:
+        joins = self.examples == "all" and self.training and tasks.query_x is not None
+        return _DisplacementLoop(**vars(super()._inner_loop(steps, tasks)), joins=joins)
+
+
+def _is_learned(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+@dataclass(frozen=True)
+class _DisplacementLoop(InnerLoop):
+    """A loop whose meta-gradient is the start minus the adapted parameters; the value of its loss is that of MAML.
+
+    Attributes:
+        joins: Whether it adapts to query examples too, where the result is differentiated.
+    """
+
+    joins: bool = False
+
+    def run(
+        self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
+    ) -> Adaptation | Evaluation:
+        """Adapt, and compute query losses."""
+        if not torch.is_grad_enabled() or tasks.query_x is None:
+            return super().run(params, tasks, rule)
+        starts, seen = self.start_of(params, tasks), _joined(tasks, self.stacked) if self.joins else tasks
+        # Within torch.func, which wants variables of its own, the tape stays on.
+        with contextlib.nullcontext() if _torch.functorch_is_active() else torch.no_grad():
+            seen = seen._replace(query_x=None, query_y=None)
+            adapted, losses, used, rows = super().run(params, seen, rule, starts)
+            if not self.stacked:
+                adapted, rows = tree_map(lambda tensor: tensor.squeeze(0), (adapted, rows))
+            results = constants((adapted, losses, used, *self.judge(adapted, tasks)))
+        adapted, losses, used, query_losses, predictions = results
+        moves = [_once(starts[name].detach() - p, rows.get(name)) for name, p in adapted.items()]
+        query_losses = _Attached.apply(
+            query_losses, self.stacked, *moves, *(starts[name] for name in adapted)
+        )
+        return Evaluation(losses, used, query_losses, predictions, losses[:, :0])
+
+
+class _Attached(Function):
+    """Pass losses ``[tasks]`` on, whose gradients with respect to what tasks start from are given."""
+
+    @staticmethod
+    def forward(losses, stacked, *gradients_and_starts):
+        return losses.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.stacked, *gradients_and_starts = inputs
+        ctx.save_for_backward(*gradients_and_starts)
+
+    @staticmethod
+    def backward(ctx, weights):
+        count = len(ctx.saved_tensors) // 2
+        gradients, starts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        weights = weights if ctx.stacked else weights.squeeze(0)
+        weighted = [_weighted(weights, gradient) for gradient in gradients]
+        if torch.is_grad_enabled():
+            weighted = map(_Constant.apply, weighted, starts)
+        return None, None, *[None] * count, *weighted
+
+
+def _weighted(weights: Tensor, value: Tensor) -> Tensor:
+    """Multiply a value by a weight for each task."""
+    return over(weights, value) * value
+
+
+class _Constant(Function):
+    """Pass a gradient on that has none itself, and say so where it is differentiated."""
+
+    @staticmethod
+    def forward(gradient, start):
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        raise RuntimeError(
+            "Reptile(batch): the meta-gradient is not the gradient of a function, and cannot be differentiated. For "
+            "second derivatives use MAML."
+        )
+
+
+def _once(move: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the displacement of table rows of which the last may be repeated, and then counts once."""
+    if rows is None:
+        return move
+    is_new = torch.cat([torch.ones_like(rows[..., :1]), rows.diff()], -1) != 0
+    return move * is_new.unsqueeze(-1)
+
+
+def _joined(tasks: Tasks, stacked: bool) -> Tasks:
+    """Return tasks whose support examples are all that they have."""
+
+    def join(support: Tensor, query: Tensor) -> Tensor:
+        return torch.cat([support, query], dim=int(stacked))
+
+    return tasks._replace(
+        support_x=tree_map(join, tasks.support_x, tasks.query_x),
+        support_y=tree_map(join, tasks.support_y, tasks.query_y),
+    )

@@ -306,8 +306,7 @@ def _measures(request: _Request) -> dict[str, Callable[[], MemoryCost]]:
         }
     if request.steps is None:
         return {}
-    modes = _MODES if request.maml.hypergradient is None else _MODES[:1]
-    return {mode: lambda mode=mode: _meta_cost(request, mode) for mode in modes}
+    return {mode: lambda mode=mode: _meta_cost(request, mode) for mode in _MODES}
 
 
 def _nested(subject: Subject, order: int) -> Tensor:

@@ -43,7 +43,7 @@ def refusal(inner: InnerLoop, tasks: Tasks) -> str | None:
 
 def is_one_graph(inner: InnerLoop, params: Params, tasks: Tasks) -> bool:
     """Return whether a meta-batch is small enough to be compiled as one function, and no step is needed alone."""
-    if inner.memory != "full" or inner.start is not None or inner.hypergradient is not None:
+    if inner.memory != "full" or inner.start is not None or inner.minimum is not None:
         return False
     if not torch.is_grad_enabled() or inner.steps > SEVERAL or tasks.query_x is None:
         return False
@@ -61,6 +61,6 @@ def evaluated(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation:
 
 
 def _evaluate(inner: InnerLoop, params: Params, tasks: Tasks, rule: Rule) -> Evaluation:
-    results = inner.evaluate(params, tasks, rule)
+    results = inner.run(params, tasks, rule)
     refuse_structured(results)
     return results

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class TaskExecutor:
     stacking: Stacking
     name: str = "MAML"
 
-    def run(self, tasks: Tasks) -> Outcome:
+    def run(self, tasks: Tasks, numbers: Tensor | None = None, skipped: Tensor | None = None) -> Outcome:
         """Run the tasks, in these steps.
 
         1. An outer phase of the memory tracker is opened.
@@ -78,49 +78,54 @@ class TaskExecutor:
         3. Gradients are looked at where they enter parameters, hyper-parameters and modules.
         4. The tasks run, each part eagerly or compiled; one by one if torch.vmap cannot take the model after all.
         5. Losses that are not finite raise, or the other tasks run once more.
+
+        Args:
+            tasks: The tasks.
+            numbers: Their numbers in the meta-batch, if they are only some of it, ``[tasks]``.
+            skipped: Where to mark tasks that are left out, ``[tasks of the meta-batch]``.
         """
-        skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
+        if skipped is None:
+            skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
         marks = skipped if self.nonfinite == "skip" else None
-        buffers = None if marks is None else _Buffers(self.inner.objective.model)
+        structure, model = self._structure(), self.inner.objective.model
+        buffers = None if marks is None else _Buffers(model)
         with outer_phase(), self._attention():
-            results, chunk = found, _ = self._attempt(tasks, None, marks)
-            kept = torch.arange(tasks.count, device=tasks.device)
-            while (finite := finite_tasks(found, self.nonfinite, self.name)) is not None:
+            chunk = self.stacking.chunk_size(tasks.count, structure, functools.partial(self._examined, tasks))
+            check = GradientCheck(self._learned(), tasks, numbers, marks, self._again, self.name)
+            random = None if chunk == 1 or self.stacking.is_tried(structure) else RandomState()
+            versions = buffer_versions(model)
+            with check.inputs() as (params, rule):
+                self._begin()
+                try:
+                    results = self.compute(params, rule, tasks, chunk)
+                except Exception as error:
+                    if random is None or not may_be_of_vmap(error):
+                        raise
+                    random.restore()
+                    self._begin()
+                    results, chunk = self.compute(params, rule, tasks, 1), 1
+                    self.stacking.give_up(structure, error)
+            if chunk != 1:
+                self.stacking.note(structure)
+                self._refuse_written(versions)
+            results = check.outputs(results)
+            finite = finite_tasks(results, self.nonfinite, self.name)
+            if finite is not None:
                 assert buffers is not None
                 buffers.restore()
-                kept = kept[finite]
-                found, chunk = self._attempt(tasks.select(kept), kept, marks)
-        if found is not results:
-            results = merged(results, found, kept)
-            skipped.fill_(True).index_fill_(0, kept, False)
+                return self._without(tasks, results, finite, numbers, skipped)
         if self.inner.objective.norms is not None:
             self.inner.objective.norms.norms.finish()
         return Outcome(results, skipped, chunk)
 
-    def _attempt(
-        self, tasks: Tasks, numbers: Tensor | None, marks: Tensor | None
-    ) -> tuple[Evaluation | Adaptation, int]:
-        """Run tasks together, or one by one if torch.vmap raises; return how many ran together, too."""
-        structure, model = self._structure(), self.inner.objective.model
-        chunk = self.stacking.chunk_size(tasks.count, structure, functools.partial(self._examined, tasks))
-        check = GradientCheck(self._learned(), tasks, numbers, marks, self._again, self.name)
-        random = None if chunk == 1 or self.stacking.is_tried(structure) else RandomState()
-        versions = buffer_versions(model)
-        with check.inputs() as (params, rule):
-            self._begin()
-            try:
-                results = self.compute(params, rule, tasks, chunk)
-            except Exception as error:
-                if random is None or not may_be_of_vmap(error):
-                    raise
-                random.restore()
-                self._begin()
-                results, chunk = self.compute(params, rule, tasks, 1), 1
-                self.stacking.give_up(structure, error)
-        if chunk != 1:
-            self.stacking.note(structure)
-            self._refuse_written(versions)
-        return check.outputs(results), chunk
+    def _without(
+        self, tasks: Tasks, results: Any, finite: Tensor, numbers: Tensor | None, skipped: Tensor
+    ) -> Outcome:
+        """Run once more, without the tasks whose losses are not finite."""
+        every = torch.arange(tasks.count, device=tasks.device) if numbers is None else numbers
+        skipped[every[~finite]] = True
+        some = self.run(tasks.select(finite.nonzero().flatten()), every[finite], skipped)
+        return some._replace(results=merged(results, some.results, finite.nonzero().flatten()))
 
     def _begin(self) -> None:
         """Collect running statistics from here on."""
@@ -142,8 +147,7 @@ class TaskExecutor:
         parts = list(self._with_rows(tasks, chunk).split(chunk))
         inner = self.inner if rule is self.inner.rule else dataclasses.replace(self.inner, rule=rule)
         inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
-        run = inner.adapt if tasks.query_x is None else inner.evaluate
-        run = run if inner.compiled is None else functools.partial(self._compiled, inner)
+        run = inner.run if inner.compiled is None else functools.partial(self._compiled, inner)
         return concatenated(list(map(functools.partial(run, params), parts)))  # without a frame of its own
 
     def _with_rows(self, tasks: Tasks, chunk: int) -> Tasks:
@@ -155,14 +159,10 @@ class TaskExecutor:
     def _compiled(self, inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
         """Run an inner loop compiled, or eagerly if that is not possible."""
         assert inner.compiled is not None
-
-        def run(loop: InnerLoop) -> Evaluation | Adaptation:
-            return loop.adapt(params, tasks) if tasks.query_x is None else loop.evaluate(params, tasks)
-
-        compiled = evaluated if is_one_graph(inner, params, tasks) else lambda inner, *_: run(inner)
+        compiled = evaluated if is_one_graph(inner, params, tasks) else type(inner).run
         return inner.compiled.attempt(
             lambda: compiled(inner, params, tasks),
-            lambda: run(dataclasses.replace(inner, compiled=None)),
+            lambda: dataclasses.replace(inner, compiled=None).run(params, tasks),
             refusal(inner, tasks),
         )
 
@@ -223,16 +223,16 @@ class TaskExecutor:
 
     def _structure(self) -> Hashable:
         """Return what changes when the tasks must be examined again."""
-        objective, start = self.inner.objective, self.inner.start
+        objective = self.inner.objective
         policy = None if objective.norms is None else objective.norms.norms.policy
-        functions = () if start is None else tuple(id(function) for _, function in start.functions)
-        return structure_of(objective.model), tuple(self.params), functions, policy
+        return structure_of(objective.model), tuple(self.params), policy
 
     @property
     def _modules(self) -> list[nn.Module]:
-        """The model, and beside it modules whose parameters are learned alone: a loss, a start, norms of steps."""
+        """The model, and modules whose parameters are learned and do not adapt: a loss, norms of steps."""
         objective = self.inner.objective
-        parts = (objective.model, objective.loss_fn, *self.inner.modules)
+        per_step = None if objective.norms is None else objective.norms.norms.per_step
+        parts = (objective.model, objective.loss_fn, per_step)
         return [part for part in parts if isinstance(part, nn.Module)]
 
 

@@ -20,11 +20,8 @@ from metagrad.core._torch import without_torch_function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.norms import composite_norms
 from metagrad.core.structured import Nested
-from metagrad.core.tree import Tree, constants, detached, tree_map, zeros_for_none
-from metagrad.hypergrad.implicit import ImplicitMethod
+from metagrad.core.tree import Tree, as_variable, constants, detached, tree_map, zeros_for_none
 from metagrad.meta.inner.compiled import query_loss, with_tensors
-from metagrad.meta.inner.minimum import Proximal, at_minimum
-from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, TaskLoss
 from metagrad.meta.objective.tasks import Tasks, num_tasks, task_squares, with_task_axis
@@ -61,34 +58,20 @@ class Evaluation(NamedTuple):
         used: How many steps were taken, ``[tasks]``, int64.
         query_losses: After the last step, ``[tasks]``.
         predictions: After the last step, ``[tasks, queries, ...]``.
-        path: The query loss after each step but the last, ``[tasks, steps - 1]``; ``[tasks, 0]`` or None where the
-            last alone counts.
-        objectives: What counts in the meta-objective, ``[tasks]``, where that is not the query losses; None else.
-        mean: Of the query losses, if the graph that computed them has computed it too.
+        path: The query loss after each step but the last, ``[tasks, steps - 1]``; ``[tasks, 0]`` if only the last
+            counts.
     """
 
     losses: Tensor
     used: Tensor
     query_losses: Tensor
     predictions: Nested
-    path: Tensor | None = None
-    objectives: Tensor | None = None
-    mean: Tensor | None = None
+    path: Tensor
 
     @property
     def all_losses(self) -> Tensor:
-        """Every loss that was computed: ``[tasks, steps]``, those of ``path`` and the last query loss.
-
-        An objective that is not finite takes the place of the last.
-        """
-        path, last = [] if self.path is None else [self.path], self.query_losses
-        if self.objectives is not None:
-            last = torch.where(self.objectives.isfinite(), last, self.objectives)
-        return torch.cat([self.losses, *path, last.unsqueeze(1)], dim=1)
-
-
-QUERY_LOSSES, MEAN = map(Evaluation._fields.index, ("query_losses", "mean"))
-"""The places of fields among the tensors of an evaluation."""
+        """Every loss that was computed: ``[tasks, steps]``, those of ``path`` and the last query loss."""
+        return torch.cat([self.losses, self.path, self.query_losses.unsqueeze(1)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -104,11 +87,12 @@ class InnerLoop:
         truncate: How many of the last steps are differentiated through; None means all.
         tolerance: The gradient norm at which a task stops; None means that it never does.
         compiled: Compiles steps; None compiles nothing.
-        start: What parameters start from in each task; None means from the meta-parameters.
+        start: Returns the values that some parameters start from in each task, given the model, the meta-parameters,
+            tasks and whether they are stacked. None means that all start from the meta-parameters.
+        minimum: Puts adapted parameters on the tape as a minimum, given the loss, the rule, what tasks started from,
+            the adapted parameters and the tasks. None differentiates through the steps.
         stacked: Whether tasks have an axis of their own, in front.
         judges_each: Whether query losses are computed after every step, and not after the last alone.
-        proximal: The weight of the squared distance to the start in the loss; None has none.
-        hypergradient: The method of implicit differentiation; None differentiates through the steps.
     """
 
     objective: TaskLoss
@@ -119,11 +103,10 @@ class InnerLoop:
     truncate: int | None = None
     tolerance: float | None = None
     compiled: Compiler | None = None
-    start: OwnStart | None = None
+    start: Callable[[nn.Module, Params, Tasks, bool], Params] | None = None
+    minimum: Callable[[Loss, Any, Params, Params, Tasks], Params] | None = None
     stacked: bool = False
     judges_each: bool = False
-    proximal: float | Tensor | None = None
-    hypergradient: ImplicitMethod | None = None
 
     def of_parts(self, num_parts: int, device: torch.device, *, stacked: bool) -> InnerLoop:
         """Return the loop of one of several parts of the tasks, whose graphs share a budget."""
@@ -134,18 +117,61 @@ class InnerLoop:
             memory = max(whole // num_parts, 1)
         return replace(self, rule=rule, memory=memory, stacked=stacked)
 
-    def adapt(self, params: Params, tasks: Tasks) -> Adaptation:
-        """Adapt to support examples."""
-        adapted, losses, used, _ = self.run(params, tasks)
-        rows = tasks.rows
-        if not self.stacked:
-            adapted, rows = with_task_axis((adapted, rows))
-        return Adaptation(adapted, losses, used, rows)
+    def run(
+        self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
+    ) -> Adaptation | Evaluation:
+        """Take the steps, and judge by the query examples if there are any; differentiable where grad mode is on.
 
-    def evaluate(self, params: Params, tasks: Tasks, rule: Rule | None = None) -> Evaluation:
-        """Adapt to support examples, and compute the loss of query examples; takes what :meth:`run` does."""
-        adapted, losses, used, path = self.run(params, tasks, rule)
-        return Evaluation(losses, used, *self.judge(adapted, tasks), path)
+        Args:
+            params: What tasks start from.
+            tasks: The tasks.
+            rule: The rule with other hyper-parameters, as compiled code is handed it.
+            start: What each task starts from, where that is known.
+        """
+        start = self.start_of(params, tasks) if start is None else start
+        first_param = next(iter(start.values()))
+        count = (num_tasks(tasks.support_x),) if self.stacked else ()
+        used = torch.zeros(count, dtype=torch.int64, device=first_param.device)
+        if self.steps and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "MAML: inner steps need gradients, which torch.inference_mode() does not allow. Use "
+                "torch.no_grad(), under which MAML adapts all the same."
+            )
+        if self.compiled is not None:
+            rule = with_tensors(self.rule, first_param)
+        judged = self.judges_each and self.steps > 1 and tasks.query_x is not None
+        args = _arguments(tasks, rule, judged)
+        loss, state = self._loss(tasks), (start, self.rule.init(start), used)
+        first, reports = self.steps - self.num_differentiated, []
+        if first:
+            step = self._step(loss, keep_graph=False, passes_on=judged)
+            with contextlib.nullcontext() if judged else torch.no_grad():
+                state, report = self._loop(step, range(first))(state, args)
+            reports.append(report)
+            if not judged:
+                state = constants(state)
+                if self.minimum is None:
+                    state = (with_history_of(start, state[0]), *state[1:])
+        if first < self.steps:
+            step = self._step(loss, keep_graph=torch.is_grad_enabled())
+            state, report = self._loop(step, range(first, self.steps))(state, args)
+            reports.append(report)
+        params, _, used = state
+        if self.minimum is not None:
+            norms = self.objective.norms
+            here = loss if norms is None else functools.partial(loss, norms=norms.support(self.steps))
+            with phase("minimum"):
+                params = self.minimum(here, self.rule, start, params, tasks)
+        return self.judged(params, *_columns(reports, used, first_param, judged), tasks)
+
+    def judged(
+        self, params: Params, losses: Tensor, used: Tensor, path: Tensor, tasks: Tasks
+    ) -> Adaptation | Evaluation:
+        """Return adapted parameters, or the losses and predictions of query examples."""
+        if tasks.query_x is not None:
+            return Evaluation(losses, used, *self.judge(params, tasks), path)
+        params, rows = (params, tasks.rows) if self.stacked else with_task_axis((params, tasks.rows))
+        return Adaptation(params, losses, used, rows)
 
     def judge(self, adapted: Params, tasks: Tasks) -> tuple[Tensor, Nested]:
         """Return losses ``[tasks]`` and predictions of query examples."""
@@ -155,64 +181,6 @@ class InnerLoop:
         with phase("query"):
             query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
         return query if self.stacked else with_task_axis(query)
-
-    def run(
-        self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
-    ) -> tuple[Params, Tensor, Tensor, Tensor]:
-        """Take the steps; differentiable where grad mode is on.
-
-        Args:
-            params: What tasks start from.
-            tasks: The tasks.
-            rule: The rule with other hyper-parameters, as compiled code is handed it.
-            start: What each task starts from, where that is known.
-
-        Returns:
-            Adapted parameters, losses ``[tasks, steps]``, numbers of steps taken ``[tasks]``, and query losses on
-            the way ``[tasks, steps - 1]``, or ``[tasks, 0]``.
-        """
-        start = self.start_of(params, tasks) if start is None else start
-        first_param = next(iter(start.values()))
-        count = (num_tasks(tasks.support_x),) if self.stacked else ()
-        used = torch.zeros(count, dtype=torch.int64, device=first_param.device)
-        if self.steps == 0:
-            none = first_param.new_zeros((used.numel(), 0))
-            return start, none, used.reshape(-1), none
-        _refuse_inference_mode()
-        if self.compiled is not None:
-            rule = with_tensors(self.rule, first_param)
-        judged = self.judges_each and self.steps > 1 and tasks.query_x is not None
-        proximal = self.proximal_to(start)
-        args = _arguments(tasks, rule, judged, proximal)
-        loss, state = self._loss(tasks), (start, self.rule.init(start), used)
-        first, reports = self.steps - self.num_differentiated, []
-        if first:
-            step = self._step(loss, keep_graph=False, passes_on=judged)
-            with contextlib.nullcontext() if judged else torch.no_grad():
-                state, report = self._loop(step, range(first))(state, *args)
-            reports.append(report)
-            if not judged:
-                state = constants(state)
-                if self.hypergradient is None:
-                    state = (with_history_of(start, state[0]), *state[1:])
-        if first < self.steps:
-            step = self._step(loss, keep_graph=torch.is_grad_enabled())
-            state, report = self._loop(step, range(first, self.steps))(state, *args)
-            reports.append(report)
-        params, _, used = state
-        if self.hypergradient is not None:
-            norms = self.objective.norms
-            here = loss if norms is None else functools.partial(loss, norms=norms.support(self.steps))
-            with phase("minimum"):
-                params = at_minimum(here, params, tasks, proximal, self.hypergradient)
-        losses, path = _columns(reports, used.numel(), judged)
-        return params, losses, used.reshape(-1), path
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules beside model and loss of which something may be learned."""
-        norms = None if self.objective.norms is None else self.objective.norms.norms.per_step
-        return [*([] if norms is None else [norms]), *([] if self.start is None else self.start.modules)]
 
     def to_query(self, tasks: Tasks) -> InnerLoop:
         """Return the loop with the objective as it is for query examples after the steps."""
@@ -224,7 +192,7 @@ class InnerLoop:
     @property
     def num_differentiated(self) -> int:
         """How many of the last steps a result is differentiated through."""
-        if self.hypergradient is not None:
+        if self.minimum is not None:
             return 0
         if self.truncate is None or not torch.is_grad_enabled():
             return self.steps
@@ -234,10 +202,6 @@ class InnerLoop:
     def differentiates_gradients(self) -> bool:
         """Whether gradients of a loss are differentiated."""
         return self.steps > 0 and self.order == 2 and torch.is_grad_enabled()
-
-    def proximal_to(self, start: Params) -> Proximal | None:
-        """Return the proximal term of tasks that start from these values."""
-        return None if self.proximal is None else Proximal(start, self.proximal)
 
     def resting(self, params: Params, used: Tensor, rows: Params) -> Params:
         """Return what table rows that a task does not look up become in its steps, with a gradient of zero.
@@ -257,10 +221,7 @@ class InnerLoop:
             if t == first > 0:
                 params, state = detached((params, state))
                 params = with_history_of(start, params)
-            grads = zeros
-            if (proximal := self.proximal_to(start)) is not None:
-                grads = _with_proximal(zeros, params, proximal, self.order == 2)
-            moved, state = self.rule.update(grads, state, params)
+            moved, state = self.rule.update(zeros, state, params)
             active = {name: where_active(used > t, moved[name], params[name]) for name in rows}
             params = {**moved, **active}
         return {name: params[name] for name in rows}
@@ -271,7 +232,8 @@ class InnerLoop:
         if self.start is None:
             return start_values(params, tasks.rows, count)
         with phase("start"), normalised(self.objective.norms):
-            own = self.start.values(self.objective.model, params, tasks, stacked=self.stacked)
+            own = self.start(self.objective.model, params, tasks, self.stacked)
+        own = {name: to_differentiate(value, params[name]) for name, value in own.items()}
         others = {name: p for name, p in params.items() if name not in own}
         values = {**start_values(others, tasks.rows, count, apart=True), **own}
         return {name: values[name] for name in params}
@@ -281,14 +243,14 @@ class InnerLoop:
         return objective.stacked if self.stacked else objective.single
 
     def _loop(self, step: Step, times: range) -> Callable[..., tuple[tuple[Any, ...], Tree]]:
-        """Return the function that runs the steps, given a state and arguments: traced, eager, or compiled."""
-        if torch.compiler.is_compiling():
-            return functools.partial(_traced, step, times)
-        if self.compiled is None:
-            late = _from(step, times.start) if times.start else step
-            return functools.partial(unroll, late, steps=len(times), memory=self.memory)
-        compiled, memory = self.compiled, checked_memory("MAML(...)", self.memory)
-        return lambda state, *args: compiled.unroll(step, state, args, times, memory)
+        """Return the function that runs the steps, given a state and arguments: plain, recomputed, or compiled."""
+        memory = checked_memory("MAML(...)", self.memory)
+        if self.compiled is not None:
+            return lambda state, args: self.compiled.unroll(step, state, args, times, memory)  # type: ignore[union-attr]
+        if torch.compiler.is_compiling() or (memory == "full" and torch.is_grad_enabled()):
+            return functools.partial(_in_turn, step, times)
+        late = _from(step, times.start) if times.start else step
+        return lambda state, args: unroll(late, state, *args, steps=len(times), memory=memory)
 
     def _step(self, loss: Loss, keep_graph: bool, *, passes_on: bool = False) -> Step:
         """Return one step; one that ``passes_on`` takes its cotangent to be that of the parameters before it."""
@@ -301,15 +263,17 @@ class InnerLoop:
             y: Nested,
             rule: Rule | None = None,
             query: tuple[Nested, Nested] | None = None,
-            proximal: Proximal | None = None,
         ) -> tuple[tuple[Any, ...], Tree]:
             params, rule_state, used = state
             # A step with a rule as its argument is compiled, without phases.
             with phase("inner", t) if rule is None else contextlib.nullcontext():
                 here = loss if norms is None else functools.partial(loss, norms=norms.support(t))
-                losses, grads = self._gradients(here, params, x, y, create_graph, t)
-                if proximal is not None:
-                    grads = _with_proximal(grads, params, proximal, create_graph)
+                if torch.compiler.is_compiling():
+                    losses, grads = _functional_gradients(here, params, x, y)
+                else:
+                    losses, _ = here(params, x, y)
+                    losses, grads = self._gradients(losses, params, create_graph, t)
+                grads = grads if create_graph else {name: g.detach() for name, g in grads.items()}
                 moved = (self.rule if rule is None else rule).update(grads, rule_state, params)
                 if passes_on:
                     moved = constants(moved)
@@ -329,29 +293,21 @@ class InnerLoop:
     def _query_losses(
         self, loss: Loss, params: Params, losses: Tensor, t: int, x: Nested, y: Nested
     ) -> Tensor:
-        """Return the query loss after a step; after the last one :meth:`evaluate` computes it, with predictions."""
+        """Return the query loss after a step; after the last one :meth:`judge` computes it, with predictions."""
         if not isinstance(t, Tensor) and t == self.steps - 1:
             return torch.zeros_like(losses)
         return loss(params, x, y)[0]
 
-    def _gradients(
-        self, loss: Loss, params: Params, x: Nested, y: Nested, create_graph: bool, t: int
-    ) -> tuple[Tensor, Params]:
-        if torch.compiler.is_compiling():
-            return _functional_gradients(loss, params, x, y, self.order)
-        losses, _ = loss(params, x, y)
+    def _gradients(self, losses: Tensor, params: Params, create_graph: bool, t: int) -> tuple[Tensor, Params]:
         if create_graph and t == 0:
             refuse_defects("MAML(..., order=2), at the first inner step", losses, params.values())
         # A step that is computed again, as that of compiled code is, frees its graph at its end.
         is_kept = create_graph or self.memory in ("step", "sqrt") or self.compiled is not None
         grads = gradients_of(losses, params, create_graph, retain_graph=is_kept)
-        losses = losses if is_kept else _of_no_graph(losses)
-        return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}
+        return losses if is_kept else _of_no_graph(losses), grads
 
 
-def _functional_gradients(
-    loss: Loss, params: Params, x: Nested, y: Nested, order: int
-) -> tuple[Tensor, Params]:
+def _functional_gradients(loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Params]:
     """Differentiate by torch.func, which torch.compile takes."""
 
     def total(params: Params) -> tuple[Tensor, Tensor]:
@@ -360,19 +316,13 @@ def _functional_gradients(
 
     with composite_norms():  # torch.func has wrong second derivatives of the fused ones
         grads, losses = torch.func.grad(total, has_aux=True)(params)
-    return losses, grads if order == 2 else {name: g.detach() for name, g in grads.items()}
+    return losses, grads
 
 
-def _refuse_inference_mode() -> None:
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "MAML: inner steps need gradients, which torch.inference_mode() does not allow. Use "
-            "torch.no_grad(), under which MAML adapts all the same."
-        )
-
-
-def _traced(step: Step, times: range, state: tuple[Any, ...], *args: object) -> tuple[tuple[Any, ...], Tree]:
-    """Run the loop as part of a traced graph; the checks of :func:`metagrad.unroll` were made before."""
+def _in_turn(
+    step: Step, times: range, state: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], Tree]:
+    """Take the steps one after the other, and keep every graph."""
     collected, report = [], None
     for t in times:
         state, report = step(state, t, *args)
@@ -387,26 +337,22 @@ def _from(step: Step, first: int) -> Step:
     return lambda state, t, *args: step(state, first + t, *args)
 
 
-def _arguments(tasks: Tasks, rule: Rule | None, judged: bool, proximal: Proximal | None) -> tuple[Any, ...]:
+def _arguments(tasks: Tasks, rule: Rule | None, judged: bool) -> tuple[Any, ...]:
     """Return what steps take beside their state."""
     query = (tasks.query_x, tasks.query_y) if judged else None
-    args = [tasks.support_x, tasks.support_y, rule, query, proximal]
+    args = [tasks.support_x, tasks.support_y, rule, query]
     while args[-1] is None:
         args.pop()
     return tuple(args)
 
 
-def _with_proximal(grads: Params, params: Params, proximal: Proximal, create_graph: bool) -> Params:
-    """Add the gradient of a proximal term; a constant where gradients are."""
-    terms = proximal.gradients(params)
-    return {name: g + (terms[name] if create_graph else terms[name].detach()) for name, g in grads.items()}
-
-
-def _columns(reports: list, num_tasks: int, judged: bool) -> tuple[Tensor, Tensor]:
-    """Return the losses ``[tasks, steps]``, and the query losses after each step but the last."""
-    parts = list(zip(*reports, strict=True)) if judged else [reports]
-    losses, *query = (torch.cat(part).reshape(-1, num_tasks).t() for part in parts)
-    return losses, query[0][:, :-1] if query else losses.new_zeros((num_tasks, 0))
+def _columns(reports: list, used: Tensor, like: Tensor, judged: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses ``[tasks, steps]``, the steps taken, and the query losses after each step but the last."""
+    used = used.reshape(-1)
+    none = like.new_zeros((used.numel(), 0))
+    parts = list(zip(*reports, strict=True)) if judged else [reports] if reports else []
+    columns = [torch.cat(part).reshape(-1, used.numel()).t() for part in parts]
+    return columns[0] if columns else none, used, columns[1][:, :-1] if judged else none
 
 
 def with_history_of(starts: Params, values: Params) -> Params:
@@ -447,6 +393,15 @@ def start_values(params: Params, rows: Params, num_tasks: int | None, *, apart: 
         return _variable(p, apart) if num_tasks is None else _repeated(p, num_tasks)
 
     return {name: start(name, p) for name, p in params.items()}
+
+
+def to_differentiate(value: Tensor, param: Tensor) -> Tensor:
+    """Return a value ``[..., *param.shape]`` as a variable of its own, apart from what it was computed of."""
+    if torch.compiler.is_compiling():
+        return value
+    if value.requires_grad and torch.is_grad_enabled():
+        return value.view_as(value)
+    return as_variable(value, param)
 
 
 def look_up(table: Tensor, rows: Tensor) -> Tensor:

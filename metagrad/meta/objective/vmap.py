@@ -108,13 +108,13 @@ def forward_stacked(model: nn.Module, values: Values, x: Nested, norms: NormPass
     if norms is not None:
         return _forward_normalised(model, values, x, norms)
     if isinstance(x, Structured):
-        return _vmapped([model], values, x)
+        return _vmapped([model])(_of([model], values), x)
     result: Nested = x
     for run in _runs(layers_of(model)):
         form = _stacked_form(run[0], values, result) if len(run) == 1 else None
         # A layer takes what the one before it returned as one argument, whatever that is.
         given = structured((result.restored(),), RESULT) if isinstance(result, Structured) else result
-        result = _vmapped(run, values, given) if form is None else form(given)  # type: ignore[reportArgumentType]
+        result = _vmapped(run)(_of(run, values), given) if form is None else form(given)  # type: ignore[reportArgumentType]
     return result
 
 
@@ -185,9 +185,14 @@ def _stacked_form(module: nn.Module, values: Values, x: Nested) -> Callable[[Ten
     return None
 
 
-def _vmapped(layers: Sequence[nn.Module], values: Values, x: Nested) -> Nested:
+def _of(layers: Sequence[nn.Module], values: Values) -> Values:
+    """Return the values of the parameters of layers."""
     keys = {id(p) for layer in layers for p in layer.parameters()}
-    own = {key: value for key, value in values.items() if key in keys}
+    return {key: value for key, value in values.items() if key in keys}
+
+
+def _vmapped(layers: Sequence[nn.Module]) -> Callable[[Values, Nested], Nested]:
+    """Return what calls layers on stacked tasks by torch.vmap, given values and inputs."""
 
     def forward(own: Values, x: Nested) -> Nested:
         with _Corrections(), contextlib.ExitStack() as stack:
@@ -198,7 +203,7 @@ def _vmapped(layers: Sequence[nn.Module], values: Values, x: Nested) -> Nested:
                 result = layer(result)
             return structured(result, RESULT)
 
-    return torch.vmap(forward, randomness="different")(own, x)  # type: ignore[reportReturnType]
+    return torch.vmap(forward, randomness="different")  # type: ignore[reportReturnType]
 
 
 def _linear(module: nn.Linear, values: Values, x: Tensor) -> Tensor:

@@ -141,61 +141,41 @@ def test_prototypes_stay_in_float32(batch):
 
 def test_prototypes_of_many_examples_in_float16():
     """The sum of the embeddings of a class overflows, and their mean does not."""
-    model, x = nn.Sequential(nn.Identity(), nn.Linear(1, 2)).half(), torch.full((1000, 1), 200.0).half()
-    start = mg.meta.Prototypes("1")(model, x, torch.arange(1000) % 2)
-    assert start["1.weight"].tolist() == [[400.0], [400.0]]
-    assert start["1.bias"].tolist() == [-40000.0, -40000.0]
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(1, 2)).half(), torch.full((1, 1000, 1), 200.0).half()
+    start = make(model, head="1", steps=0).adapt((x, (torch.arange(1000) % 2).unsqueeze(0))).params
+    assert start["1.weight"].tolist() == [[[400.0], [400.0]]]
+    assert start["1.bias"].tolist() == [[-40000.0, -40000.0]]
     assert {value.dtype for value in start.values()} == {torch.float16}
 
 
-def test_a_class_without_an_example(batch):
-    labels = batch.support.y.clone()
-    labels[2][labels[2] == 1] = 0
-    with pytest.raises(ValueError, match="class 1 of task 2 has no support example"):
-        make()(Batch(Examples(batch.support.x, labels), batch.query))
-
-
-def test_labels_that_are_no_classes(batch):
-    x, labels = batch.support.x, batch.support.y.clone()
-    labels[1, 3] = WAYS
-    with pytest.raises(ValueError, match=r"labels must lie in 0\.\.2, .* example 3 of task 1 has 3"):
-        make()(Batch(Examples(x, labels), batch.query))
-    with pytest.raises(TypeError, match=r"must be class labels, integers .* got a torch.float64 \(4, 6\)"):
+def test_classes_that_do_not_fit_are_told(batch):
+    x, labels = batch.support.x, batch.support.y
+    lacking = labels.clone()
+    lacking[2][lacking[2] == 1] = 0
+    with pytest.raises(ValueError, match="task 2 has none of class 1"):
+        make()(Batch(Examples(x, lacking), batch.query))
+    with pytest.raises(ValueError, match=r"'head' has 3 outputs, .* of the classes 0\.\.2"):
+        make().adapt(Examples(x, labels.clamp(max=1)))
+    with pytest.raises(TypeError, match="must be the classes of the support examples, integers"):
         make().adapt(Examples(x, labels.double()))
 
 
 @pytest.mark.parametrize(
-    ("model", "head", "error", "message"),
+    ("model", "head", "message"),
     [
-        (
-            Net(),
-            "classifier",
-            ValueError,
-            "the model has no module 'classifier'. The linear layers .* 'enter', 'head'",
-        ),
-        (Net(bias=False), "head", TypeError, "'head' is a Linear without bias"),
-        (
-            nn.Sequential(nn.Linear(2, 3), nn.ReLU()),
-            "1",
-            TypeError,
-            "'1' is a ReLU. The linear layers .* are '0'",
-        ),
+        (Net(), "classifier", r"'classifier' is no module .* \['enter', 'head'\]"),
+        (Net(bias=False), "head", "'head' is a Linear"),
+        (nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "1", r"'1' is a ReLU .* \['0'\]"),
     ],
-    ids=["name", "bias", "kind"],
 )
-def test_a_head_that_prototypes_do_not_make(model, head, error, message):
-    with pytest.raises(error, match=message):
+def test_a_head_that_prototypes_do_not_make(model, head, message):
+    with pytest.raises(ValueError, match=message):
         make(model, head=head)
 
 
 def test_a_head_that_is_called_otherwise(batch):
-    with pytest.raises(ValueError, match=r"must call 'head' once, .*, \(6, 4\), but it was called 2 times"):
+    with pytest.raises(ValueError, match=r"must call the head once, .*, \(6, 4\), but it was called 2 times"):
         make(Net(calls=2))(batch)
-
-
-def test_another_start_is_refused():
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'start'"):
-        make(start={"head.*": "zeros"})
 
 
 @pytest.mark.parametrize("norm", ["transductive", "support", "running", "per_step"])
@@ -205,7 +185,7 @@ def test_policies_for_statistics(batch, norm):
     for task_chunk in (None, 1):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, WAYS)).double()
-        learner = make(model, head="3", norm=norm, task_chunk=task_chunk, query_weights=[0.2, 0.3, 0.5])
+        learner = make(model, head="3", norm=norm, task_chunk=task_chunk)
         out = learner(batch)
         buffers = [buffer.double() for buffer in learner.buffers()]
         found.append((out.loss, *gradients(out.loss, learner), *buffers))

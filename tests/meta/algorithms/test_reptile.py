@@ -171,7 +171,7 @@ def test_a_task_that_is_not_finite(regression):
 def test_a_second_derivative_is_refused(regression):
     learner = make()
     (first, *_) = torch.autograd.grad(learner(regression).loss, list(learner.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match=r"is that of no function .*, and cannot be differentiated"):
+    with pytest.raises(RuntimeError, match=r"is not the gradient of a function"):
         first.sum().backward()
 
 
@@ -196,9 +196,8 @@ class LearnedLoss(nn.Module):
         ({"examples": "query"}, ValueError, 'expected "all" or "support", got .query'),
         ({"order": 2}, TypeError, "multiple values for keyword argument 'order'"),
         ({"adapt": "0.*"}, TypeError, "multiple values for keyword argument 'adapt'"),
-        ({"proximal": 2.0}, TypeError, "multiple values for keyword argument 'proximal'"),
     ],
-    ids=["rule", "loss", "examples", "order", "adapt", "proximal"],
+    ids=["rule", "loss", "examples", "order", "adapt"],
 )
 def test_what_makes_no_sense_is_refused(options, error, message):
     with pytest.raises(error, match=message):
@@ -230,12 +229,3 @@ def test_policies_for_statistics(regression, norm):
 def test_norms_of_each_step_are_refused():
     with pytest.raises(ValueError, match='norm="per_step" would be learned'):
         mg.Reptile(Normalised(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=2, norm="per_step")
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_the_start_is_drawn_once(regression, task_chunk):
-    """Where no step moves the parameters the gradient is zero, also from a start that is random."""
-    start = lambda model, x, y: {"2.bias": model[2].bias + torch.randn(3, dtype=torch.float64)}  # noqa: E731
-    learner = make(inner=rules.sgd(lr=0.0), start=start, task_chunk=task_chunk)
-    learner(regression).loss.backward()
-    assert learner.model[2].bias.grad.count_nonzero() == 0

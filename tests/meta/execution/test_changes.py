@@ -145,9 +145,6 @@ ATTRIBUTES: dict[str, Callable[[Any], object]] = {
     "task_chunk": lambda maml: setattr(maml, "task_chunk", 1),
     "adapted": lambda maml: setattr(maml, "adapted", "2"),
     "an item of adapted": lambda maml: maml.adapted.append("2.weight"),
-    "query_weights": lambda maml: setattr(maml, "query_weights", (1.0, 1.0)),
-    "proximal": lambda maml: setattr(maml, "proximal", 2.0),
-    "start": lambda maml: setattr(maml, "start", {"2.weight": "zeros"}),
     "loss_fn": lambda maml: setattr(maml, "loss_fn", F.l1_loss),
     "the rule": lambda maml: setattr(maml, "inner", rules.sgd(lr=0.5)),
     "a learned number": lambda maml: maml.inner_lr.data.fill_(0.5),
@@ -166,9 +163,6 @@ def arguments_of(maml: mg.MAML) -> dict:
         "truncate",
         "tolerance",
         "task_chunk",
-        "query_weights",
-        "proximal",
-        "start",
     )
     return {name: getattr(maml, name) for name in names} | {"adapt": maml.adapted, "inner": maml.inner}
 

@@ -263,8 +263,9 @@ def test_statistics_of_a_cumulative_average_weigh_all_passes_alike(regression):
 @pytest.mark.parametrize("policy", ["transductive", "support", "running"])
 def test_query_losses_on_the_way_follow_the_policy(regression, policy):
     model = Net()
-    maml = maml_of(model, policy, query_weights=[1.0, 0.0])
-    one = maml_of(copy.deepcopy(model), policy, steps=1)
+    options = {"norm": policy, "lr": LR}
+    maml = mg.MAMLPlusPlus(model, F.mse_loss, steps=STEPS, query_weights=[1.0, 0.0], **options)
+    one = mg.MAMLPlusPlus(copy.deepcopy(model), F.mse_loss, steps=1, **options)
     out, expected = maml(regression), one(regression)
     assert_close(out.loss, expected.loss)
     assert_close(gradients(out.loss, parameters(model)), gradients(expected.loss, parameters(one.model)))

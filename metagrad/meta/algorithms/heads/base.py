@@ -220,8 +220,8 @@ class _HeadLoop(InnerLoop):
 
     def run(
         self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
-    ) -> tuple[Params, Tensor, Tensor, Tensor]:
-        """Fit the head; differentiable where grad mode is on. What each task starts from has no part in a fit."""
+    ) -> Adaptation | Evaluation:
+        """Fit the head, and judge by the query examples if there are any."""
         objective = self.objective
         y = tasks.support_y if self.stacked else with_task_axis(tasks.support_y)
         assert isinstance(objective, _HeadObjective)
@@ -237,7 +237,7 @@ class _HeadLoop(InnerLoop):
         if not self.stacked:
             fitted = {name: value.squeeze(0) for name, value in fitted.items()}
         none = features.new_zeros(len(y), 0)
-        return fitted, none, y.new_zeros(len(y), dtype=torch.int64), none
+        return self.judged(fitted, none, y.new_zeros(len(y), dtype=torch.int64), none, tasks)
 
 
 class _HeadExecutor(TaskExecutor):

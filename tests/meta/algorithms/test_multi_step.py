@@ -1,0 +1,140 @@
+"""The multi-step loss of MAML++, a weighted sum of the query losses after each inner step, against a loop."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.tasks import Batch, Examples
+from tests.marks import combined, slow
+
+WEIGHTS = [0.1, 0.3, 0.6]
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def multi_step(model, **options):
+    options = {"query_weights": WEIGHTS, "norm": None, "lr": 0.1, "steps": 3, **options}
+    return mg.MAMLPlusPlus(model, F.mse_loss, **options)
+
+
+def gradients(loss, of):
+    return torch.autograd.grad(loss, list(of), materialize_grads=True)
+
+
+def assert_close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("memory", "order", "task_chunk"),
+    combined(["full", "step", "sqrt", "64KiB"], [1, 2], [None, 1, 3],
+             fast=lambda memory, order, task_chunk: memory in ("full", "step") and task_chunk != 3 and order == 2),
+)  # fmt: skip
+def test_the_objective_and_its_gradient_are_those_of_the_textbook(
+    textbook, regression, memory, order, task_chunk
+):
+    model = mlp()
+    out = multi_step(model, order=order, memory=memory, task_chunk=task_chunk)(regression)
+    plain = functools.partial(textbook, model, F.mse_loss, regression, lr=0.1, steps=3, order=order)
+    loss, lasts = plain(weights=WEIGHTS).mean(), plain()
+    assert_close(out.loss, loss)
+    assert_close(out.query_losses, lasts)
+    assert_close(gradients(out.loss, model.parameters()), gradients(loss, model.parameters()))
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_the_gradient_can_be_differentiated(textbook, regression, memory):
+    model, seconds = mlp(), []
+    expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=3, weights=WEIGHTS).mean()
+    for loss in (multi_step(model, memory=memory)(regression).loss, expected):
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        seconds.append(gradients(sum((g**3).sum() for g in grads), model.parameters()))
+    assert_close(*seconds)
+
+
+def test_weights_are_learned(textbook, regression):
+    model, weights = mlp(), nn.Parameter(torch.tensor(WEIGHTS, dtype=torch.float64))
+    maml = multi_step(model, memory="step", query_weights=list(weights))
+    loss = textbook(model, F.mse_loss, regression, lr=0.1, steps=3, weights=weights).mean()
+    of = [*model.parameters(), weights]
+    assert_close(gradients(maml(regression).loss, of), gradients(loss, of))
+
+
+@pytest.mark.parametrize("memory", ["full", slow("step")])
+def test_losses_before_a_truncation_are_of_first_order(textbook, regression, memory):
+    model = mlp()
+    loss = textbook(model, F.mse_loss, regression, lr=0.1, steps=3, truncate=2, weights=WEIGHTS).mean()
+    found = multi_step(model, memory=memory, truncate=2)(regression).loss
+    assert_close(gradients(found, model.parameters()), gradients(loss, model.parameters()))
+
+
+def test_weights_may_be_assigned_and_zeros_cost_nothing(textbook, regression):
+    calls, counts = [], []
+    model = mlp()
+    model.register_forward_hook(lambda *args: calls.append(1))
+    maml = multi_step(model, task_chunk=1)
+    for weights in (WEIGHTS, [0, 0.0, 2.0], None):
+        maml.query_weights = weights
+        calls.clear()
+        loss = maml(regression).loss
+        counts.append(len(calls) // 4)
+        expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=3, weights=weights or [0, 0, 1])
+        assert_close(loss, expected.mean())
+    assert counts == [6, 4, 4]
+
+
+def test_another_number_of_steps_counts_the_last_loss_alone(regression):
+    maml = multi_step(mlp())
+    for steps in (0, 1):
+        out = maml(regression, steps=steps)
+        assert_close(out.loss, out.query_losses.mean())
+
+
+class Bursting(nn.Module):
+    """A loss that is infinite where the first target is negative and the prediction has reached 0.9."""
+
+    def forward(self, prediction, y):
+        bursts = (y[0, 0] < -5) & (prediction.mean() > 0.9)
+        return F.mse_loss(prediction, y.abs() / 10) + torch.where(bursts, torch.inf, 0.0)
+
+
+def test_a_loss_on_the_way_that_is_not_finite_is_told_or_its_task_left_out():
+    x = torch.ones(3, 2, 1, dtype=torch.float64)
+    y = torch.full_like(x, 10.0)
+    query_y = y.clone()
+    query_y[1] = -10.0
+    batch = Batch(Examples(x, y), Examples(x, query_y))
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    maml = multi_step(model, lr=0.3, steps=4, query_weights=[1.0] * 4)
+    maml.loss_fn = Bursting()
+    with pytest.raises(FloatingPointError, match="task 1 is inf on its query examples"):
+        maml(batch)
+    maml.nonfinite = "skip"
+    out = maml(batch)
+    assert out.skipped.tolist() == [False, True, False]
+    expected = maml(Batch(*(Examples(part.x[::2], part.y[::2]) for part in batch))).loss
+    assert_close(out.loss, expected)
+    assert_close(*(gradients(loss, maml.parameters()) for loss in (out.loss, expected)))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0], "a weight for each of 3 steps"),
+        ([1.0, -1.0, 1.0], "weights must be finite and at least 0"),
+        ([0, 0, 0.0], "all weights are 0"),
+    ],
+)
+def test_weights_that_are_refused(weights, message):
+    with pytest.raises(ValueError, match=message):
+        multi_step(mlp(), query_weights=weights)
