@@ -20,3 +20,16 @@ def fast(kept, values):
 def combined(*axes, fast):
     """Combine the values of all axes; those of which ``fast`` is not true are left to `make test-all`."""
     return [values if fast(*values) else slow(*values) for values in itertools.product(*axes)]
+
+
+def covering(*axes, fast):
+    """Combine values so that every pair of values of two axes occurs; those that are not fast wait for `test-all`."""
+    modulus = max(map(len, axes))
+    cases = []
+    for indices in itertools.product(*map(range, map(len, axes))):
+        values = [list(axis)[i] for axis, i in zip(axes, indices, strict=True)]
+        if fast(*values):
+            cases.append(tuple(values))
+        elif sum(indices) % modulus == 0:
+            cases.append(slow(*values))
+    return cases

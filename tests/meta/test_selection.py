@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined
+from tests.marks import slow
 
 rules = mg.optim.rules
 
@@ -146,12 +146,7 @@ def test_the_attribute_may_be_assigned(regression):
 @pytest.mark.parametrize("loss_fn", [F.mse_loss, Loss()], ids=["mse", "learned loss"])
 @pytest.mark.parametrize(
     ("order", "task_chunk", "memory"),
-    combined(
-        [1, 2],
-        [None, 1],
-        ["full", "step", "sqrt", "64KiB", "auto"],
-        fast=lambda order, task_chunk, memory: memory == ("step" if order == 2 else "full"),
-    ),
+    [(1, None, "full"), (2, 1, "full"), (2, None, "step"), slow(1, 1, "sqrt"), slow(2, None, "64KiB")],
 )
 def test_shared_parameters_get_the_gradient_of_a_plain_loop(
     textbook, regression, order, task_chunk, memory, loss_fn

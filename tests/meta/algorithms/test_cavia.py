@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined
+from tests.marks import covering
 
 sgd = mg.optim.rules.sgd
 
@@ -54,7 +54,7 @@ def is_fast(make, memory, order, task_chunk):
 
 @pytest.mark.parametrize(
     ("make", "memory", "order", "task_chunk"),
-    combined([mlp, conv], ["full", "step", "sqrt", "2MiB"], [1, 2], [None, 1, 3], fast=is_fast),
+    covering([mlp, conv], ["full", "step", "sqrt", "2MiB"], [1, 2], [None, 1, 3], fast=is_fast),
 )
 def test_meta_gradient_equals_the_textbook_loop(batches, make, memory, order, task_chunk):
     model, (batch, loss_fn) = make(), batches[make]

@@ -15,7 +15,7 @@ import metagrad as mg
 from metagrad import hypergrad
 from metagrad.curvature import SolveError
 from metagrad.memory.storages import Ledger, StorageMode
-from tests.marks import combined, slow
+from tests.marks import covering, slow
 
 SGD = mg.optim.rules.sgd(lr=0.1)
 LAMBDA = 2.0
@@ -119,7 +119,7 @@ SOLVES = {
 
 @pytest.mark.parametrize(
     ("name", "task_chunk"),
-    combined(SOLVES, [None, 1, 2], fast=lambda name, chunk: name == "cg" or chunk is None),
+    covering(SOLVES, [None, 1, 2], fast=lambda name, chunk: name == "cg" or chunk is None),
 )
 @pytest.mark.filterwarnings("ignore:.*left a residual")
 def test_the_meta_gradient_is_that_of_a_loop_over_tasks(name, task_chunk):

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined, slow
+from tests.marks import covering, slow
 
 rules = mg.optim.rules
 
@@ -116,7 +116,7 @@ def assert_is_the_textbook(maml, loss_fn, batch, step, steps=2, order=2, adapt="
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    combined(ALGORITHMS, WAYS, fast=lambda name, options: not options or name == "curvature"),
+    covering(ALGORITHMS, WAYS, fast=lambda name, options: not options or name == "curvature"),
     ids=str,
 )
 def test_meta_gradients_are_those_of_the_textbook(regression, name, options):

@@ -11,7 +11,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined, slow
+from tests.marks import covering, slow
 
 WEIGHTS = [0.1, 0.3, 0.6]
 
@@ -36,7 +36,7 @@ def assert_close(got, expected):
 
 @pytest.mark.parametrize(
     ("memory", "order", "task_chunk"),
-    combined(["full", "step", "sqrt", "64KiB"], [1, 2], [None, 1, 3],
+    covering(["full", "step", "sqrt", "64KiB"], [1, 2], [None, 1, 3],
              fast=lambda memory, order, task_chunk: memory in ("full", "step") and task_chunk != 3 and order == 2),
 )  # fmt: skip
 def test_the_objective_and_its_gradient_are_those_of_the_textbook(

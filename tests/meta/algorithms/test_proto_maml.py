@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined
+from tests.marks import covering
 
 WAYS = 3
 sgd = mg.optim.rules.sgd
@@ -78,7 +78,7 @@ def is_fast(memory, order, task_chunk):
 
 @pytest.mark.parametrize(
     ("memory", "order", "task_chunk"),
-    combined(["full", "step", "sqrt", "160KiB"], [1, 2], [None, 1, 3], fast=is_fast),
+    covering(["full", "step", "sqrt", "160KiB"], [1, 2], [None, 1, 3], fast=is_fast),
 )
 def test_meta_gradient_equals_the_textbook_loop(batch, memory, order, task_chunk):
     learner = make(memory=memory, order=order, task_chunk=task_chunk)

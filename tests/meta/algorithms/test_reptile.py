@@ -12,7 +12,7 @@ from torch.func import functional_call, grad
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined
+from tests.marks import covering
 
 rules = mg.optim.rules
 
@@ -57,7 +57,7 @@ def is_fast(rule, examples, memory, task_chunk):
 
 @pytest.mark.parametrize(
     ("rule", "examples", "memory", "task_chunk"),
-    combined(RULES, ["all", "support"], ["full", "step", "sqrt", "160KiB"], [None, 1, 3], fast=is_fast),
+    covering(RULES, ["all", "support"], ["full", "step", "sqrt", "160KiB"], [None, 1, 3], fast=is_fast),
 )
 def test_its_gradient_is_the_mean_displacement(regression, rule, examples, memory, task_chunk):
     inner, optimizer = RULES[rule]

@@ -14,7 +14,6 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.optim import rules
-from tests.marks import fast
 
 
 class Layer(nn.Module):
@@ -67,64 +66,24 @@ def set_attribute(path: str, value: object) -> Callable[[Any], None]:
     return lambda model: setattr(model.get_submodule(".".join(parents)), name, value)
 
 
-def renamed(model: Any) -> None:
-    model[1].parts[0] = 2.0
-
-
 def entered(model: Any) -> None:
     model[1].extra["shift"] = 1.0
 
 
-def written(model: Any) -> None:
-    with torch.no_grad():
-        model[1].offset.add_(1.0)
-
-
-def with_forward(model: Any) -> None:
-    layer = model[1].linear
-    layer.forward = lambda x: 2 * F.linear(x, layer.weight, layer.bias)
-
-
-OFTEN = (
-    "a training flag",
-    "a forward hook",
-    "a hook of a known layer",
-    "a parameter",
-    "what is learned",
-    "a buffer",
-)
-OFTEN += ("steps", "an item of adapted", "the rule", "the tensor of a learned number", "the model")
-
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a training flag": lambda model: model.eval(),
-    "the training flag of one module": lambda model: model[1].eval(),
     "a number": set_attribute("1.scale", 2.0),
-    "a string": set_attribute("1.name", "thrice"),
-    "an item of a list": renamed,
     "an item of a dict": entered,
     "a forward hook": lambda model: model[1].register_forward_hook(hooked),
-    "a hook of a known layer": lambda model: model[2].register_forward_hook(hooked),
-    "a hook before forward": lambda model: model[0].register_forward_pre_hook(before),
-    "a forward of its own": with_forward,
     "a layer": set_attribute("2", nn.Linear(2, 1, dtype=torch.float64)),
-    "one more layer": lambda model: model.append(nn.Tanh()),
-    "one layer less": lambda model: model.__delitem__(1),
-    "the class of an activation": set_attribute("1.inner", nn.Sigmoid()),
     "a parameter": set_attribute("2.weight", nn.Parameter(torch.ones(1, 2, dtype=torch.float64))),
-    "the data of a parameter": lambda model: setattr(
-        model[2].weight, "data", torch.ones(1, 2, dtype=torch.float64)
-    ),
-    "a parameter less": set_attribute("2.bias", None),
     "what is learned": lambda model: model[0].requires_grad_(False),
-    "what is learned of a layer": lambda model: model[2].weight.requires_grad_(False),
     "a buffer": set_attribute("1.offset", torch.ones(2, dtype=torch.float64)),
-    "the values of a buffer": written,
-    "ties": lambda model: setattr(model[1].linear, "bias", model[0].bias),
 }
 
 
 @pytest.mark.filterwarnings("ignore:MAML")
-@pytest.mark.parametrize("name", fast(OFTEN, CHANGES))
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_model_is_seen(name):
     model = model_of()
     maml = maml_of(model)
@@ -140,14 +99,10 @@ ATTRIBUTES: dict[str, Callable[[Any], object]] = {
     "steps": lambda maml: setattr(maml, "steps", 3),
     "order": lambda maml: setattr(maml, "order", 1),
     "memory": lambda maml: setattr(maml, "memory", "step"),
-    "truncate": lambda maml: setattr(maml, "truncate", 1),
-    "tolerance": lambda maml: setattr(maml, "tolerance", 100.0),
     "task_chunk": lambda maml: setattr(maml, "task_chunk", 1),
-    "adapted": lambda maml: setattr(maml, "adapted", "2"),
     "an item of adapted": lambda maml: maml.adapted.append("2.weight"),
     "loss_fn": lambda maml: setattr(maml, "loss_fn", F.l1_loss),
     "the rule": lambda maml: setattr(maml, "inner", rules.sgd(lr=0.5)),
-    "a learned number": lambda maml: maml.inner_lr.data.fill_(0.5),
     "the tensor of a learned number": lambda maml: setattr(
         maml, "inner_lr", nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
     ),
@@ -167,7 +122,7 @@ def arguments_of(maml: mg.MAML) -> dict:
     return {name: getattr(maml, name) for name in names} | {"adapt": maml.adapted, "inner": maml.inner}
 
 
-@pytest.mark.parametrize("name", fast(OFTEN, ATTRIBUTES))
+@pytest.mark.parametrize("name", ATTRIBUTES)
 def test_a_change_of_an_attribute_is_seen(name):
     maml = maml_of(model_of(), adapt=["0.*"] if name == "an item of adapted" else None)
     first, _ = results_of(maml), results_of(maml)

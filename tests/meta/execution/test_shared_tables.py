@@ -10,7 +10,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined
+from tests.marks import covering
 from tests.meta.execution.test_sparse_maml import (
     BOTH,
     MODELS,
@@ -32,7 +32,7 @@ FAST = {("two tables", None, "full"), ("two tables", 3, "step"), ("known layers"
 
 @pytest.mark.parametrize(
     ("case", "task_chunk", "memory"),
-    combined(ADAPTED, [None, 1, 3], ["full", "step"], fast=lambda *case: case in FAST),
+    covering(ADAPTED, [None, 1, 3], ["full", "step"], fast=lambda *case: case in FAST),
 )
 def test_equals_dense(case, task_chunk, memory):
     """The meta-gradient of a shared table is that of the whole one, as rows, in every mode."""

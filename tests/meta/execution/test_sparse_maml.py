@@ -12,7 +12,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined, slow
+from tests.marks import covering, slow
 from tests.sparse.guards import no_large_outputs
 
 sgd = mg.optim.rules.sgd
@@ -128,7 +128,7 @@ def assert_equal_to_dense(maml, reference, batch):
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize(
     ("task_chunk", "memory"),
-    combined([None, 1, 3], ["full", "step"], fast=lambda chunk, memory: memory == "full" or chunk == 3),
+    covering([None, 1, 3], ["full", "step"], fast=lambda chunk, memory: memory == "full" or chunk == 3),
 )
 def test_equals_dense(case, task_chunk, memory):
     with warnings.catch_warnings():

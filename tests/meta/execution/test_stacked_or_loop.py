@@ -240,16 +240,13 @@ def assert_as_in_a_loop(case: Case, **options) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize(
     ("name", "order"),
-    [
-        *((name, 1 if name in SECOND_ORDER_MISSING else 2) for name in CASES),
-        *(slow(name, 1) for name in CASES if name not in SECOND_ORDER_MISSING),
-    ],
+    [(name, 1 if name in SECOND_ORDER_MISSING else 2) for name in CASES],
 )
 def test_stacked_tasks_are_those_of_a_loop(name, order):
     assert_as_in_a_loop(CASES[name], order=order)
 
 
-@pytest.mark.parametrize("memory", ["step", slow("sqrt"), slow("auto")])
+@pytest.mark.parametrize("memory", ["step"])
 @pytest.mark.parametrize("name", REPEATABLE)
 def test_in_every_memory_mode(name, memory):
     assert_as_in_a_loop(CASES[name], memory=memory)

@@ -13,7 +13,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.optim.rules import adam, sgd
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined, slow
+from tests.marks import covering, slow
 
 MEMORIES = ["step", "sqrt", "auto", "160KiB"]
 
@@ -86,7 +86,7 @@ def full_derivatives(case, task_chunk):
 @pytest.mark.parametrize(
     ("case", "memory"),
     # Every case with each step recomputed, and every mode for two.
-    combined(CASES, MEMORIES, fast=lambda case, memory: memory == "step" or case in ("tables", "truncated")),
+    covering(CASES, MEMORIES, fast=lambda case, memory: memory == "step" or case in ("tables", "truncated")),
 )
 def test_every_memory_mode_gives_the_same_derivatives(case, memory, task_chunk):
     got, expected = derivatives(case, memory, task_chunk), full_derivatives(case, task_chunk)

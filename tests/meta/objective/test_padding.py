@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, FewShot
-from tests.marks import combined
+from tests.marks import covering
 
 
 def tasks() -> Batch:
@@ -39,7 +39,7 @@ def textbook_loss(net, batch, steps, create_graph):
 
 @pytest.mark.parametrize(
     ("order", "chunk", "memory"),
-    combined([1, 2], [None, 1], ["full", "step", "sqrt"], fast=lambda o, c, m: o == 2 or m == "full"),
+    covering([1, 2], [None, 1], ["full", "step", "sqrt"], fast=lambda o, c, m: o == 2 or m == "full"),
 )
 def test_meta_gradients_are_those_of_the_tasks_alone(order, chunk, memory):
     batch, net = tasks(), model()

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples, FewShot
-from tests.marks import combined, fast
+from tests.marks import covering, fast
 
 TASKS, WAYS, FEATURES = 3, 3, 4
 LABELS = torch.tensor([[0, 1, 2, 0, 1, 2, 2], [2, 2, 2, 2, 1, 0, 0], [0, 0, 1, 1, 2, 0, 1]])  # unequal shots
@@ -103,7 +103,7 @@ def assert_close(one, other):
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"), combined(CASES, (None, 1, 2), fast=lambda name, chunk: chunk != 2 or name == "R2D2")
+    ("name", "chunk"), covering(CASES, (None, 1, 2), fast=lambda name, chunk: chunk != 2 or name == "R2D2")
 )
 def test_losses_and_derivatives_are_those_of_the_textbook(name, chunk, batch):
     algorithm = make(CASES[name], task_chunk=chunk)
