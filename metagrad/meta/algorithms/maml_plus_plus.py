@@ -109,6 +109,7 @@ class MAMLPlusPlus(MAML):
         self._query_weights = None
         super().__init__(model, loss_fn, inner=sgd(lr=lr), steps=steps, norm=norm, order=order, **arguments)
         self.query_weights = query_weights
+        self._check()
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.multi_step_updates, self.first_order_updates = multi_step_updates, first_order_updates
         params = self._adapted_parameters()
