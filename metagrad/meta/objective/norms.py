@@ -155,13 +155,13 @@ class Norms:
         self.policy = policy
         self.per_step = per_step
         self.layers = statistical_norms(model)
-        self.names = {
-            id(layer._buffers["running_mean"]): name
-            for name, layer in self.layers.items()
-            if layer._buffers["running_mean"] is not None
-        }
         self._found: dict[_Key, list[tuple[Moments, float]]] | None = None
         self._met: set[str] = set()
+
+    def names(self) -> dict[int, str]:
+        """Return the names of layers by the ids of their running means, which a recomputation exchanges."""
+        means = ((name, layer._buffers["running_mean"]) for name, layer in self.layers.items())
+        return {id(mean): name for name, mean in means if mean is not None}
 
     def begin(self) -> None:
         """Collect statistics from here on, and forget what was collected."""
@@ -190,7 +190,7 @@ class Norms:
                 self._move(key, found[key])
 
     def _refuse_unmet(self) -> None:
-        for name in self.names.values():
+        for name in self.names().values():
             layer = self.layers[name]
             if name not in self._met and type(layer).forward is not _torch.BatchNorm.forward:
                 raise ValueError(
@@ -297,6 +297,7 @@ class NormCalls(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.norms, self.given, self.measures = norms, given, measures
+        self.names = norms.norms.names()
         self.found: list[tuple[str, float]] = []
         self.moments: list[Moments] = []
         self.num_calls = 0
@@ -360,7 +361,7 @@ class NormCalls(TorchFunctionMode):
     def _layer(self, running_mean: Tensor | None) -> str:
         """Return the name of the layer that has these running statistics; empty where the policy needs none."""
         norms = self.norms.norms
-        name = norms.names.get(id(running_mean))
+        name = self.names.get(id(running_mean))
         if name is not None:
             norms.met(name)
             return name
