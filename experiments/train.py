@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 
-from experiments.run import checkpoint, memory, provenance, ranks, result, resume
+from experiments.run import checkpoint, provenance, ranks, result, resume
 from experiments.run.build import build_parts, build_splits, device
 from experiments.run.config import plain, register, typed
 from experiments.run.fit import check_fit, preflight
 from experiments.run.job import claimed, failures_reported, launch, seed_everything
-from experiments.run.journal import Journal, Silent
+from experiments.run.journal import MEMORY, Journal, Silent
 from experiments.run.loggers import open_mirror
 from experiments.run.loop import Run, train
 from experiments.run.metrics import last_values, value_of
@@ -128,7 +128,7 @@ def finish(run: Run, outcome: dict[str, Any]) -> float:
 
 def report(folder: Path, outcome: dict[str, Any], files: list[Path]) -> str:
     """Return what to print of a finished run."""
-    measured = folder / memory.TEXT
+    measured = folder / MEMORY
     return "\n".join(
         [
             f"Finished.\n{result.text(outcome)}",

@@ -16,10 +16,8 @@ from omegaconf.errors import MissingMandatoryValue
 
 from experiments.run.help import CONF
 from experiments.run.schema import (
-    MLP,
     Config,
     Constant,
-    Conv4,
     Cosine,
     Custom,
     CustomAlgorithm,
@@ -32,39 +30,27 @@ from experiments.run.schema import (
     InnerRule,
     Logger,
     Loss,
-    Model,
-    Omniglot,
     Optimizer,
-    Sinusoid,
 )
 from experiments.run.schemas import (
     ALGORITHMS,
     DATASETS,
     HYPERGRADIENTS,
     INNER_RULES,
+    MODELS,
     OPTIMIZERS,
     TASKS,
-    TYPES,
     own_keys,
-    schema_of,
 )
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-IN_MODELS = {**TYPES, "Sequence": list[int]}
 SCHEMAS: dict[str, dict[str, type]] = {
-    "task": {"sinusoid": Sinusoid, "omniglot": Omniglot, **TASKS, "custom": CustomTask},
+    "task": {**TASKS, "custom": CustomTask},
     "task/dataset": {**DATASETS, "custom": CustomData},
     "loss": {"loss": Loss},
-    "model": {
-        "mlp": MLP,
-        "context_mlp": schema_of("metagrad.models.ContextMLP", Model, types=IN_MODELS),
-        "conv4": Conv4,
-        "resnet12": schema_of("metagrad.models.ResNet12", Model, types=IN_MODELS),
-        "transformer": schema_of("metagrad.models.Transformer", Model, types=IN_MODELS),
-        "custom": CustomModel,
-    },
+    "model": {**MODELS, "custom": CustomModel},
     "algorithm": {**ALGORITHMS, "custom": CustomAlgorithm},
     "algorithm/hypergradient": HYPERGRADIENTS,
     "algorithm/inner": {**INNER_RULES, "custom": CustomRule},

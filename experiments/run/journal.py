@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
-from experiments.run import checkpoint, memory
+from experiments.run import checkpoint
+from experiments.run.files import write_text
 from experiments.run.loggers import Mirror
 from experiments.run.metrics import JsonLines, read_rows
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
     import metagrad as mg
     from experiments.run.build import Parts
+
+
+MEMORY = "memory.txt"
 
 
 class Silent:
@@ -62,11 +67,9 @@ class Journal(Silent):
 
     def memory(self, tracker: mg.MemoryTracker) -> None:
         """Write the memory of the first steps."""
-        memory.write(self.folder, tracker)
-        rows = memory.read(self.folder)
-        self.mirror.table("memory/phases", rows)
-        for x, curves in memory.curves(rows).items():
-            self.mirror.curves(f"memory/{x.replace(' ', '_')}s(MiB)", x, curves)
+        write_text(self.folder / MEMORY, f"{tracker.table()}\n\n{tracker.verdict()}\n")
+        rows = (json.dumps(record.as_dict()) + "\n" for record in tracker.records())
+        write_text((self.folder / MEMORY).with_suffix(".jsonl"), "".join(rows))
 
     def save(self, parts: Parts, **state: Any) -> None:
         """Write a checkpoint, once the metrics before it are on the disk; see `checkpoint.save`."""

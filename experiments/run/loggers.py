@@ -36,9 +36,6 @@ class Mirror:
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Receive a table, one mapping a row, all with the same keys."""
 
-    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
-        """Receive curves of one figure, each a mapping of `x` to values, by their names."""
-
     def summarise(self, values: Mapping[str, Any]) -> None:
         """Receive final results."""
 
@@ -83,12 +80,6 @@ class TensorBoardMirror(Mirror):
         header = list(rows[0])
         lines = [header, ["---"] * len(header), *([str(row[column]) for column in header] for row in rows)]
         self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines))
-
-    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
-        """Log curves as scalars named `NAME/CURVE`."""
-        for curve, values in curves.items():
-            for i, value in values.items():
-                self._writer.add_scalar(f"{name}/{curve}", value, i)
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """Log final results as text."""
@@ -139,12 +130,6 @@ class WandbMirror(Mirror):
         columns = list(rows[0])
         data = [[_cell(row[column]) for column in columns] for row in rows]
         self._run.log({name: self._wandb.Table(columns=columns, data=data)})
-
-    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
-        """Log curves as one chart."""
-        xs, ys = zip(*((list(curve), list(curve.values())) for curve in curves.values()), strict=True)
-        chart = self._wandb.plot.line_series(xs, ys, keys=list(curves), title=name, xname=x)
-        self._run.log({name: chart})
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """Write final results into the summary."""

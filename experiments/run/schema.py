@@ -80,31 +80,6 @@ class CustomData(Data, Custom):
 
 
 @dataclass
-class FewShot(Task):
-    """Tasks with `shots` support and `queries` query examples (per class)."""
-
-    shots: int = MISSING
-    queries: int = MISSING
-
-
-@dataclass
-class Sinusoid(FewShot):
-    """Sine waves of random amplitude and phase."""
-
-
-@dataclass
-class Omniglot(FewShot):
-    """Characters from a folder `root`; null looks where metagrad keeps its data."""
-
-    root: str | None = MISSING
-    ways: int = MISSING
-    split: str = MISSING
-    rotations: bool = MISSING
-    resize: str = MISSING
-    download: bool = MISSING
-
-
-@dataclass
 class Model(Target):
     """The network that is adapted."""
 
@@ -112,27 +87,6 @@ class Model(Target):
 @dataclass
 class CustomModel(Model, Custom):
     """A network of the user's."""
-
-
-@dataclass
-class MLP(Model):
-    """A multilayer perceptron; `sizes` runs from the inputs to the outputs."""
-
-    sizes: list[int] = MISSING
-
-
-@dataclass
-class Conv4(Model):
-    """Four convolutional blocks and a linear classifier."""
-
-    ways: int = MISSING
-    in_channels: int = MISSING
-    hidden: int = MISSING
-    image_size: int = MISSING
-    pool: str = MISSING
-    norm: str = MISSING
-    head: str = MISSING
-    context: int = 0
 
 
 @dataclass

@@ -16,7 +16,17 @@ from hydra.utils import get_object
 from omegaconf import MISSING
 
 from experiments.run.help import arguments_of
-from experiments.run.schema import Algorithm, Data, Hypergradient, InnerRule, Optimizer, Target, Task, key
+from experiments.run.schema import (
+    Algorithm,
+    Data,
+    Hypergradient,
+    InnerRule,
+    Model,
+    Optimizer,
+    Target,
+    Task,
+    key,
+)
 from metagrad import optim
 from metagrad.meta import Options
 from metagrad.optim import rules
@@ -191,6 +201,8 @@ TASK_KINDS = {
 TASKS: dict[str, type[Task]] = {
     name: schema_of(f"metagrad.tasks.{made}", Task, types=TASK_KINDS)
     for name, made in {
+        "sinusoid": "Sinusoid",
+        "omniglot": "Omniglot",
         "fewshot": "FewShot",
         "folder": "FewShot",
         "gaussian_process": "GaussianProcess",
@@ -202,6 +214,18 @@ TASKS: dict[str, type[Task]] = {
     }.items()
 }
 """Schemas by the name of the option of `task`."""
+
+MODELS: dict[str, type[Model]] = {
+    name: schema_of(f"metagrad.models.{made}", Model, types={**TYPES, "Sequence": list[int]})
+    for name, made in {
+        "mlp": "MLP",
+        "context_mlp": "ContextMLP",
+        "conv4": "Conv4",
+        "resnet12": "ResNet12",
+        "transformer": "Transformer",
+    }.items()
+}
+"""Schemas by the name of the option of `model`."""
 
 DATASETS: dict[str, type[Data]] = {
     "folders": schema_of("metagrad.tasks.ImageFolders", Data, types=TASK_KINDS)

@@ -40,6 +40,6 @@ def test_the_protocol_says_what_makes_the_number_comparable(omniglot_run):
     assert (protocol["inner_steps_train"], protocol["inner_steps_test"]) == (1, 3)
 
 
-@pytest.mark.parametrize("name", ["learning_curve", "adaptation", "memory"])
+@pytest.mark.parametrize("name", ["learning_curve", "adaptation"])
 def test_classification_has_its_plots(omniglot_run, name):
     assert (omniglot_run / "plots" / f"{name}.png").stat().st_size > 0

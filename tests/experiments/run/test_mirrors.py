@@ -98,14 +98,6 @@ def test_steps_behind_a_checkpoint_that_wandb_has_are_not_sent_again(composed, w
     assert [called for name, called in wandb.calls if name == "log"] == [{"step": 32, "loss": 1.0}]
 
 
-def test_wandb_draws_curves_as_one_chart(composed, wandb, tmp_path):
-    wandb.plot = SimpleNamespace(line_series=lambda xs, ys, **named: (xs, ys, named))
-    with open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None) as mirror:
-        mirror.curves("memory", "inner step", {"outer 0": {0: 1.0, 1: 2.0}, "outer 1": {0: 3.0}})
-    named = {"keys": ["outer 0", "outer 1"], "title": "memory", "xname": "inner step"}
-    assert wandb.calls[-2] == ("log", {"memory": (([0, 1], [0]), ([1.0, 2.0], [3.0]), named)})
-
-
 def test_a_run_that_fails_is_finished_as_failed_and_its_traceback_is_not_printed(
     composed, wandb, tmp_path, capsys
 ):
@@ -172,11 +164,9 @@ def test_tensorboard_gets_scalars_images_tables_and_results(composed, tmp_path, 
     with open_mirror(composed("logger=tensorboard").logger, tmp_path, {"seed": 0}, resumed_at=4) as mirror:
         mirror.log(5, {"train/loss": 1.0})
         mirror.table("memory/phases", [{"phase": "inner", "bytes": 8}])
-        mirror.curves("memory/steps", "step", {"a": {3: 4.0}})
         mirror.summarise({"test/loss": 0.5})
         mirror.images([tmp_path / "curve.png"])
-    opened, config, scalar, table, curve, result, image, closed = Writer.last.calls
-    assert curve == ("add_scalar", "memory/steps/a", 4.0, 3)
+    opened, config, scalar, table, result, image, closed = Writer.last.calls
     assert (opened, closed) == (("opened", str(tmp_path / "tensorboard"), 5), ("closed",))
     assert config[:2] == ("add_text", "config")
     assert '"seed": 0' in config[2]
