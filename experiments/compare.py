@@ -1,7 +1,7 @@
 """Compare runs: `python -m experiments.compare multirun/DATE/TIME [FOLDER ...]` prints a table, draws curves.
 
 A folder is a sweep or a single run. Runs that differ in their seed only are one group, shown as mean and
-standard deviation over seeds. Runs that are missing, failed or unfinished are listed and enter no mean.
+standard deviation over seeds. Runs that failed or are unfinished are listed and enter no mean.
 """
 
 from __future__ import annotations
@@ -14,17 +14,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import create_config_search_path
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments.run import result
-from experiments.run.config import register
-from experiments.run.help import CONF
 from experiments.run.job import FAILURE, launch
 from experiments.run.metrics import read_rows
 from experiments.run.plots.learning import comparison
@@ -67,7 +60,7 @@ def compare(folders: list[Path]) -> None:
 
 
 def find_jobs(folder: Path) -> list[Job]:
-    """Return the jobs of a sweep folder, those that never started included, or the one of a run folder.
+    """Return the jobs of a sweep folder, or the one of a run folder.
 
     Raises:
         ValueError: The folder is neither.
@@ -75,12 +68,11 @@ def find_jobs(folder: Path) -> list[Job]:
     if (folder / OVERRIDES).is_file():
         return [read_job(folder)]
     started = sorted({file.parent.parent for file in folder.glob(f"*/{OVERRIDES}")}, key=_number)
-    missing = [job for job in _planned(folder) if job.folder not in started]
-    if not started and not missing:
+    if not started:
         raise ValueError(
             f"compare: {folder} is neither a sweep nor a run folder: expected {OVERRIDES} in it or below it."
         )
-    return sorted([*map(read_job, started), *missing], key=lambda job: _number(job.folder))
+    return [read_job(job) for job in started]
 
 
 def read_job(folder: Path) -> Job:
@@ -147,23 +139,6 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
-    ]
-
-
-def _planned(folder: Path) -> list[Job]:
-    """Expand the sweep as Hydra's basic sweeper numbers it; nothing of another sweeper."""
-    file = folder / "multirun.yaml"
-    if not file.is_file():
-        return []
-    hydra: dict[str, Any] = yaml.safe_load(file.read_text())["hydra"]
-    if "BasicSweeper" not in hydra.get("sweeper", {}).get("_target_", "BasicSweeper"):
-        return []  # what another sweeper draws depends on what comes
-    register()
-    loader = ConfigLoaderImpl(create_config_search_path(CONF.as_uri()))  # which glob(*) looks into
-    overrides = OverridesParser.create(loader).parse_overrides(hydra["overrides"]["task"])
-    jobs = BasicSweeper.split_arguments(overrides, None)[0]
-    return [
-        Job(folder / str(i), _parse(job), None, "missing: it never started") for i, job in enumerate(jobs)
     ]
 
 

@@ -1,14 +1,13 @@
-"""Watch runs: `python -m experiments.watch FOLDER [--metric NAME] [--every SECONDS] [--html FILE] [--once]`.
+"""Watch runs: `python -m experiments.watch FOLDER [--metric NAME] [--every SECONDS] [--once]`.
 
 Shows every run below a folder, running, finished or failed: its step, the time left, the last value of a metric and
-its curve, in the terminal again and again until Ctrl-C, or on one page that reloads itself in a browser.
+its curve, in the terminal again and again until Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
-import html
 import itertools
 import os
 import statistics
@@ -22,7 +21,6 @@ import yaml
 from tqdm import tqdm
 
 from experiments.run import result
-from experiments.run.files import write_text
 from experiments.run.job import FAILURE, launch
 from experiments.run.metrics import read_rows, series
 
@@ -30,16 +28,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
 TIME = "time/outer_step(ms)"
 CLEAR = "\x1b[H\x1b[J"
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 1.5rem auto; padding: 0 1rem; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; }
-th, td { border-bottom: 1px solid light-dark(#ddd, #444); padding: .4rem 1rem .4rem 0; text-align: left; }
-td { white-space: nowrap; }
-svg { display: block; }
-polyline { fill: none; stroke: light-dark(#0a58a6, #7db8f0); stroke-width: 1.5; }
-"""
 
 
 @dataclass(frozen=True)
@@ -78,13 +66,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="a run folder, or one with run folders below it")
     parser.add_argument("--metric", default="", help="what is drawn (the first that is validated)")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks (5)")
-    parser.add_argument("--html", type=Path, help="write a page for a browser, not the terminal")
     parser.add_argument("--once", action="store_true", help="look once")
     arguments = parser.parse_args()
     launch(partial(watch, **vars(arguments)))
 
 
-def watch(folder: Path, metric: str, every: float, html: Path | None, once: bool) -> None:
+def watch(folder: Path, metric: str, every: float, once: bool) -> None:
     """Show all runs, again and again.
 
     Raises:
@@ -94,11 +81,8 @@ def watch(folder: Path, metric: str, every: float, html: Path | None, once: bool
         runs = [look(run, folder, metric) for run in runs_below(folder)]
         if metric and not any(run.curve[1] for run in runs):
             raise ValueError(f"watch: no run below {folder} has the metric {metric}.")
-        if html is None:
-            sys.stdout.write(f"{CLEAR if sys.stdout.isatty() else ''}{table(runs)}\n")
-            sys.stdout.flush()
-        else:
-            write_text(html, page(runs, folder, every))
+        sys.stdout.write(f"{CLEAR if sys.stdout.isatty() else ''}{table(runs)}\n")
+        sys.stdout.flush()
         if once:
             return
         time.sleep(every)
@@ -151,37 +135,6 @@ def sparkline(values: list[float], width: int = WIDTH) -> str:
     return "".join(
         BLOCKS[round((value - low) / (span or 1.0) * (len(BLOCKS) - 1))] if abs(value) < float("inf") else "?"
         for value in means
-    )
-
-
-def page(runs: list[Watched], folder: Path, every: float) -> str:
-    """Return a page that reloads itself."""
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in run.cells())}<td>{_curve(*run.curve)}</td></tr>"
-        for run in runs
-    )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="{every:g}">'
-        f"<title>metagrad: {html.escape(folder.name)}</title><style>{STYLE}</style></head><body>"
-        f"<h1>{html.escape(str(folder))}</h1><div class=table><table>{rows}</table></div></body></html>\n"
-    )
-
-
-def _curve(steps: list[int], values: list[float], width: int = 320, height: int = 60) -> str:
-    """Return the finite values as a drawing, with the range beside it."""
-    points = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) < float("inf")]
-    if not points:
-        return ""
-    (first, last), low, high = (points[0][0], points[-1][0]), *(f(v for _, v in points) for f in (min, max))
-    drawn = " ".join(
-        f"{width * (step - first) / ((last - first) or 1):.1f},"
-        f"{2 + (height - 4) * (high - value) / ((high - low) or 1):.1f}"
-        for step, value in points
-    )
-    return (
-        f'<svg width="{width}" height="{height}" role="img" aria-label="from {low:.4g} to {high:.4g}">'
-        f'<title>{low:.4g} to {high:.4g}</title><polyline points="{drawn}"/></svg>'
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -57,17 +56,6 @@ def test_an_option_chooses_its_plugin_and_what_a_job_needs_for_it(
     assert expected.items() <= dict(config.hydra[kind]).items()
     assert config.resume == resume
     assert config.threads == (1 if name == "joblib" else None)
-
-
-@pytest.mark.parametrize(("sweeper", "missing"), [("BasicSweeper", ["0", "1"]), ("OptunaSweeper", [])])
-def test_what_another_sweeper_than_the_basic_one_draws_is_not_foretold(tmp_path, sweeper, missing):
-    hydra = {"sweeper": {"_target_": f"some.{sweeper}"}, "overrides": {"task": ["seed=choice(0,1)"]}}
-    (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra}))
-    if missing:
-        assert [job.folder.name for job in find_jobs(tmp_path)] == missing
-    else:
-        with pytest.raises(ValueError, match="neither a sweep nor a run folder"):
-            find_jobs(tmp_path)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from experiments import watch
-from experiments.watch import look, page, runs_below, sparkline, table
+from experiments.watch import look, runs_below, sparkline, table
 
 
 @pytest.fixture
@@ -57,19 +57,10 @@ def test_more_values_than_fit_are_averaged_and_what_is_not_finite_is_marked():
     assert sparkline([]) == ""
 
 
-def test_the_page_reloads_itself_and_draws_finite_values(folder):
-    run = look(folder / "0", folder, "")
-    text = page([run], folder, every=2.0)
-    assert 'http-equiv="refresh" content="2"' in text
-    assert 'points="0.0,2.0 160.0,2.0 320.0,58.0"' in text
-
-
-def test_the_program_looks_once(folder, capsys, monkeypatch, tmp_path):
-    for arguments in ([], ["--html", str(tmp_path / "watch.html")]):
-        monkeypatch.setattr("sys.argv", ["watch", str(folder), "--once", *arguments])
-        watch.main()
+def test_the_program_looks_once(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["watch", str(folder), "--once"])
+    watch.main()
     assert "validation/loss 2" in capsys.readouterr().out
-    assert "validation/loss 2" in (tmp_path / "watch.html").read_text()
 
 
 def test_what_cannot_be_watched_is_a_sentence(folder, tmp_path):
@@ -79,4 +70,4 @@ def test_what_cannot_be_watched_is_a_sentence(folder, tmp_path):
     ):
         runs_below(tmp_path / "empty")
     with pytest.raises(ValueError, match=r"no run below .*sweep has the metric accuracy"):
-        watch.watch(folder, "accuracy", 1.0, None, once=True)
+        watch.watch(folder, "accuracy", 1.0, once=True)
