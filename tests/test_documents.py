@@ -56,7 +56,7 @@ OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|a
 WORKLOADS = {
     "maml": workloads.WORKLOADS,
     "curvature": bench_curvature.WORKLOADS,
-    "sparse": bench_sparse.known(),
+    "sparse": bench_sparse.OPERATIONS,
     "tasks": bench_tasks.SOURCES,
 }
 

@@ -30,12 +30,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 
 from experiments.benchmarks.maml.models import ResNet20, Transformer
-from experiments.benchmarks.sparse import MIB
 from experiments.run.measure import peak_bytes
 from experiments.run.progress import Progress
 from metagrad.curvature import ParameterSpace, ggn, hessian
 
-PROBES = 64
+PROBES, MIB = 64, 2**20
 ROUNDING = 1e-9  # relative, in float64
 GRADIENT, HVP, GGN = "gradient", "Hessian product", "Gauss-Newton product"
 FORWARD, TRACE = "jvp of grad, torch.func", "probes, each"

@@ -5,163 +5,229 @@ t_k = sum((d t_{k-1} / dv)^2), which no cut gradient survives; likewise for look
 and convolution. Of the product of 2M entries it is the forward alone, beside SciPy and MKL. First every
 method is compared with dense tensors in float64 on a small problem; then the methods take turns, and medians are
 printed with their ratios to ours. Ratios within one run are what to quote: 1.00 is ours, 40 is forty times slower or
-larger. Structure that a training loop makes once (patterns, compiled programs) is made in a first call, which is not
+larger. Structure that a training loop makes once (patterns) is made in a first call, which is not
 timed. Times are those of the CPU, of all its threads. The peak is what torch's allocator gave out in one more call,
-memory inside its kernels included; JAX states its own, SciPy's is not seen.
+memory inside its kernels included; SciPy's is not seen.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.benchmarks.sparse_operations import OPERATIONS, methods_of
 from experiments.run.measure import cpu_seconds, peak_bytes
 from experiments.run.progress import Progress
-from metagrad.sparse import Pattern, SparseTensor
+from metagrad import sparse
 
-OURS = "metagrad"
-ORDERS = (1, 2, 3)
+OURS, DENSE = "metagrad", "dense"
 ROUNDING = 1e-9  # relative, in float64
 MIB = 2**20
-DENSE_MIB = 6 * 1024  # the most that a dense method may be expected to take
 
 Run = Callable[[], Tensor]
+Notes = dict[tuple[str, int], str]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A matrix of random entries, and the dense matrix that it multiplies."""
+class Problem(NamedTuple):
+    """Tensors of floating point, the first of which is the leaf, and all else."""
 
-    pattern: Pattern
-    values: Tensor  # [nnz]
-    x: Tensor  # [n, width]
-
-    @property
-    def cells(self) -> int:
-        """Rows times columns."""
-        return self.pattern.shape[0] * self.pattern.shape[1]
+    tensors: Sequence[Tensor]
+    structure: Mapping[str, Any]
 
     def double(self) -> Problem:
         """Return the same problem in float64."""
-        return replace(self, values=self.values.double(), x=self.x.double())
+        return Problem([x.double() for x in self.tensors], self.structure)
 
 
-def problem(n: int, entries: int, width: int) -> Problem:
-    """Draw a square matrix."""
-    generator = torch.Generator().manual_seed(0)
-    row, col = (torch.randint(n, (entries,), generator=generator) for _ in range(2))
-    pattern, _ = Pattern.coalesce(row, col, (n, n))
-    values = torch.randn(pattern.nnz, generator=generator)
-    return Problem(pattern, values, torch.randn(n, width, generator=generator))
+class Operation(NamedTuple):
+    """A workload: what is computed by several methods, at which orders; a problem to check on, and one to time."""
+
+    make: Callable[..., Problem]
+    small: tuple[Any, ...]
+    large: tuple[Any, ...]
+    methods: Mapping[str, Callable[..., Tensor]]
+    orders: tuple[int, ...]
 
 
-def gradient(leaf: Tensor, product: Tensor, order: int) -> Tensor:
-    """Differentiate sum(sin(product)) again and again."""
-    loss, found = product.sin().sum(), leaf
-    for k in range(1, order + 1):
-        (found,) = torch.autograd.grad(loss, leaf, create_graph=k < order)
-        loss = (found * found).sum() if k < order else loss
-    return found
-
-
-def metagrad(work: Problem, order: int) -> Run:
-    """Ours."""
+def run_of(function: Callable[..., Tensor], work: Problem, order: int) -> Run:
+    """Differentiate the sum of sines of what a function returns by its first tensor, and again its squared norm."""
 
     def run() -> Tensor:
-        values = work.values.detach().requires_grad_()
-        return gradient(values, SparseTensor(work.pattern, values) @ work.x, order)
+        leaf = work.tensors[0].detach().requires_grad_(order > 0)
+        found = function(leaf, *work.tensors[1:], **work.structure)
+        if not order:
+            return found
+        loss = found.sin().sum()
+        for k in range(1, order + 1):
+            (found,) = torch.autograd.grad(loss, leaf, create_graph=k < order)
+            loss = squared_norm(found) if k < order else loss
+        return found
 
     return run
 
 
-def index_add(work: Problem, order: int) -> Run:
-    """Gather rows, multiply, and add with strided tensors, as message passing does."""
-    row, col = work.pattern.row, work.pattern.col
-
-    def run() -> Tensor:
-        values = work.values.detach().requires_grad_()
-        messages = values[:, None] * work.x.index_select(0, col)
-        return gradient(values, torch.zeros_like(work.x).index_add(0, row, messages), order)
-
-    return run
+def squared_norm(x: Tensor) -> Tensor:
+    """Sum the squares of what is stored."""
+    values = x.coalesce().values() if x.layout == torch.sparse_coo else x
+    return (values.values if isinstance(values, sparse.RowSparse) else values).square().sum()
 
 
-def torch_coo(work: Problem, order: int) -> Run:
-    """Multiply by torch.sparse.mm with a COO tensor."""
-    indices = torch.stack([work.pattern.row, work.pattern.col])
-    matrix = torch.sparse_coo_tensor(indices, work.values, work.pattern.shape, is_coalesced=True)
-    return lambda: _of_layout(matrix, work, order).coalesce().values()
+def matrix(n: int, entries: int, width: int) -> Problem:
+    """Draw a square matrix in every form, and the dense matrix that it multiplies."""
+    source = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(n, (entries,), generator=source) for _ in range(2))
+    pattern, _ = sparse.Pattern.coalesce(row, col, (n, n))
+    values = torch.randn(pattern.nnz, generator=source)
+    return Problem([values, torch.randn(n, width, generator=source)], {"pattern": pattern, "kept": {}})
 
 
-def torch_csr(work: Problem, order: int) -> Run:
-    """Multiply by torch.sparse.mm with a CSR tensor."""
-    matrix = torch.sparse_csr_tensor(work.pattern.crow, work.pattern.col, work.values, work.pattern.shape)
-    return lambda: _of_layout(matrix, work, order).values()
+def by_metagrad(values: Tensor, x: Tensor, *, pattern: sparse.Pattern, kept: dict) -> Tensor:
+    """Multiply by ours."""
+    return sparse.SparseTensor(pattern, values) @ x
 
 
-def dense(work: Problem, order: int) -> Run:
-    """Multiply by the dense matrix, and read its gradient at the entries."""
-    at = (work.pattern.row, work.pattern.col)
-    if work.cells * work.values.itemsize * 3 * order > DENSE_MIB * MIB:
-        raise MemoryError(f"rows x columns would take more than {DENSE_MIB} MiB")
-
-    def run() -> Tensor:
-        values = work.values.detach().requires_grad_()
-        matrix = torch.zeros(work.pattern.shape, dtype=values.dtype).index_put(at, values)
-        return gradient(values, matrix @ work.x, order)
-
-    return run
+def by_index_add(values: Tensor, x: Tensor, *, pattern: sparse.Pattern, kept: dict) -> Tensor:
+    """Gather rows, multiply, and add with dense tensors, as message passing does."""
+    messages = values[:, None] * x.index_select(0, pattern.col)
+    return torch.zeros_like(x).index_add(0, pattern.row, messages)
 
 
-def jax_bcoo(work: Problem, order: int) -> Run:
-    """Multiply by JAX's BCOO, compiled."""
-    import jax  # type: ignore[reportMissingImports]
-    from jax.experimental import sparse  # type: ignore[reportMissingImports]
-
-    jax.config.update("jax_enable_x64", True)
-    indices = torch.stack([work.pattern.row, work.pattern.col], 1).numpy()
-    x, values = jax.numpy.asarray(work.x.numpy()), jax.numpy.asarray(work.values.numpy())
-
-    def loss(values):
-        matrix = sparse.BCOO((values, indices), shape=work.pattern.shape, indices_sorted=True)
-        return jax.numpy.sin(matrix @ x).sum()
-
-    def squared(function):
-        return lambda values: (jax.grad(function)(values) ** 2).sum()
-
-    for _ in range(order - 1):
-        loss = squared(loss)
-    compiled = jax.jit(jax.grad(loss)).lower(values).compile()
-
-    def run() -> Tensor:
-        return torch.from_dlpack(compiled(values).block_until_ready())
-
-    memory = compiled.memory_analysis()
-    run.peak = memory.temp_size_in_bytes + memory.output_size_in_bytes  # type: ignore[attr-defined]
-    return run
+def by_coo(values: Tensor, x: Tensor, *, pattern: sparse.Pattern, kept: dict) -> Tensor:
+    """Multiply by torch's COO tensor of the values."""
+    indices = torch.stack([pattern.row, pattern.col])
+    return torch.sparse.mm(
+        torch.sparse_coo_tensor(indices, values, pattern.shape, is_coalesced=True, check_invariants=False), x
+    )
 
 
-METHODS: dict[str, Callable[[Problem, int], Run]] = {
-    OURS: metagrad,
-    "torch index_add": index_add,
-    "torch.sparse.mm, COO": torch_coo,
-    "torch.sparse.mm, CSR": torch_csr,
-    "dense": dense,
-    "JAX BCOO": jax_bcoo,
+def by_csr(values: Tensor, x: Tensor, *, pattern: sparse.Pattern, kept: dict) -> Tensor:
+    """Multiply by torch's CSR tensor of the values."""
+    return torch.sparse.mm(torch.sparse_csr_tensor(pattern.crow, pattern.col, values, pattern.shape), x)
+
+
+def by_scipy(values: Tensor, x: Tensor, *, pattern: sparse.Pattern, kept: dict) -> Tensor:
+    """Multiply by SciPy's CSR."""
+    if ("scipy", values.dtype) not in kept:
+        kept["scipy", values.dtype] = sparse.SparseTensor(pattern, values).to_scipy("csr")
+    return torch.from_numpy(kept["scipy", values.dtype] @ x.numpy())
+
+
+def by_mkl(values: Tensor, x: Tensor, *, pattern: sparse.Pattern, kept: dict) -> Tensor:
+    """Multiply by torch's CSR with indices of 32 bits, which MKL takes as they are."""
+    if ("mkl", values.dtype) not in kept:
+        pointers, col = pattern.crow.int(), pattern.col.int()
+        kept["mkl", values.dtype] = torch.sparse_csr_tensor(pointers, col, values, pattern.shape)
+    return kept["mkl", values.dtype] @ x
+
+
+def by_dense_matrix(values: Tensor, x: Tensor, *, pattern: sparse.Pattern, kept: dict) -> Tensor:
+    """Multiply by the dense matrix."""
+    check_cells(pattern.shape)
+    return values.new_zeros(pattern.shape).index_put((pattern.row, pattern.col), values) @ x
+
+
+def table(rows: int, lookups: int, width: int) -> Problem:
+    """Draw a table and what is looked up in it."""
+    source = torch.Generator().manual_seed(0)
+    ids = torch.randint(rows, (lookups,), generator=source)
+    return Problem([torch.randn(rows, width, generator=source)], {"ids": ids})
+
+
+def heads(length: int, band: int, width: int, dropout: float) -> Problem:
+    """Draw queries, keys and values of a sequence, each of which sees those near to it."""
+    source = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(length, width, generator=source) for _ in range(3)]
+    return Problem(tensors, {"pattern": sparse.Pattern.banded(length, band, band), "dropout": dropout})
+
+
+def attend_to_all(q: Tensor, k: Tensor, v: Tensor, *, pattern: sparse.Pattern, dropout: float) -> Tensor:
+    """Attend by the matrix of all scores, masked."""
+    check_cells(pattern.shape)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~pattern.to_mask(), -math.inf)
+    return F.dropout(scores.softmax(-1), dropout) @ v
+
+
+def strokes(side: int, channels: int, part: float) -> Problem:
+    """Draw the sites of a square grid, their features, and the weights of a convolution."""
+    source = torch.Generator().manual_seed(0)
+    sites = (torch.rand(1, side, side, generator=source) < part).nonzero()
+    weight = torch.randn(channels, channels, 3, 3, generator=source)
+    rulebook = sparse.Rulebook(sites, 3)
+    return Problem(
+        [weight, torch.randn(len(sites), channels, generator=source)], {"rulebook": rulebook, "side": side}
+    )
+
+
+def on_the_grid(weight: Tensor, x: Tensor, *, rulebook: sparse.Rulebook, side: int) -> Tensor:
+    """Convolve the whole grid, and read the result at the same sites."""
+    image = x.new_zeros(1, side, side, x.shape[1]).index_put(rulebook.coords.unbind(1), x).movedim(-1, 1)
+    y = F.conv2d(image, weight, padding=1).movedim(1, -1)
+    return y[rulebook.coords.unbind(1)]
+
+
+def check_cells(shape: Sequence[int]) -> None:
+    """Refuse dense matrices that take more than a gibibyte."""
+    if shape[0] * shape[1] > 1 << 28:
+        raise MemoryError("rows x columns would take more than 1024 MiB")
+
+
+GRADIENTS = {
+    OURS: by_metagrad,
+    "torch index_add": by_index_add,
+    "torch.sparse.mm, COO": by_coo,
+    "torch.sparse.mm, CSR": by_csr,
+    DENSE: by_dense_matrix,
 }
-WORKLOADS = {
-    "16k": lambda: problem(16_000, 64_000, 32),
-    "200k": lambda: problem(200_000, 2_000_000, 32),
+SMALL = (60, 200, 3)
+OPERATIONS = {
+    "16k": Operation(matrix, SMALL, (16_000, 64_000, 32), GRADIENTS, (1, 2, 3)),
+    "200k": Operation(matrix, SMALL, (200_000, 2_000_000, 32), GRADIENTS, (1, 2, 3)),
+    "product": Operation(
+        matrix,
+        SMALL,
+        (200_000, 2_000_000, 32),
+        {OURS: by_metagrad, "SciPy CSR": by_scipy, "MKL, 32-bit CSR": by_mkl, DENSE: by_dense_matrix},
+        (0,),
+    ),
+    "lookup": Operation(
+        table,
+        (20, 30, 3),
+        (100_000, 16_384, 32),
+        {
+            OURS: lambda table, *, ids: sparse.embedding(ids, table),
+            "F.embedding(sparse=True)": lambda table, *, ids: F.embedding(ids, table, sparse=True),
+            DENSE: lambda table, *, ids: F.embedding(ids, table),
+        },
+        (1, 2, 3),
+    ),
+    "attention": Operation(
+        heads,
+        (12, 2, 3, 0.0),  # what is dropped is drawn otherwise by the dense method
+        (2048, 16, 32, 0.1),
+        {
+            OURS: lambda q, k, v, *, pattern, dropout: sparse.attention(q, k, v, pattern, dropout_p=dropout),
+            DENSE: attend_to_all,
+        },
+        (1, 2, 3),
+    ),
+    "convolution": Operation(
+        strokes,
+        (9, 2, 0.3),
+        (512, 16, 0.02),
+        {OURS: lambda weight, x, *, rulebook, side: sparse.conv(x, weight, rulebook), DENSE: on_the_grid},
+        (1, 2, 3),
+    ),
 }
+"""Workloads by name."""
 
 
 @dataclass
@@ -173,23 +239,17 @@ class Result:
     note: str = ""
 
 
-Work = Any
-"""A problem: of matrices, or of an operation."""
-Methods = Mapping[str, Callable[[Any, int], Run]]
-Notes = dict[tuple[str, int], str]
-
-
-def errors(work: Work, methods: Methods | None = None, orders: Sequence[int] = ORDERS) -> Notes:
-    """Say which methods raise or are wrong, by dense tensors in float64; empty where all is right.
+def errors(work: Problem, operation: Operation) -> Notes:
+    """Return which methods raise or are wrong, by dense tensors in float64; empty if all are right.
 
     Raises:
         SystemExit: Ours is not right.
     """
-    methods, found = methods or METHODS, {}
-    for order in orders:
-        expected = methods.get("dense", dense)(work.double(), order)().to_dense()
-        for name, method in methods.items():
-            note = _compare(method, work.double(), order, expected)
+    found = {}
+    for order in operation.orders:
+        expected = run_of(operation.methods[DENSE], work.double(), order)().to_dense()
+        for name, method in operation.methods.items():
+            note = _compare(run_of(method, work.double(), order), expected)
             if note and name == OURS:
                 raise SystemExit(f"{name} does not agree with dense matrices at order {order}: {note}.")
             if note:
@@ -197,17 +257,14 @@ def errors(work: Work, methods: Methods | None = None, orders: Sequence[int] = O
     return found
 
 
-def measure(
-    work: Work, order: int, rounds: int, bad: Notes, methods: Methods | None = None
-) -> dict[str, Result]:
-    """Time the methods in turns, in a new order each round, then weigh each."""
-    methods = methods or METHODS
-    results = {name: Result(note=bad.get((name, order), "")) for name in methods}
+def measure(work: Problem, operation: Operation, order: int, rounds: int, bad: Notes) -> dict[str, Result]:
+    """Time the methods in turns, in a new order each round, then measure the memory of each."""
+    results = {name: Result(note=bad.get((name, order), "")) for name in operation.methods}
     runs: dict[str, Run] = {}
-    for name in methods:
+    for name, method in operation.methods.items():
         if not results[name].note:
             try:
-                runs[name] = methods[name](work, order)
+                runs[name] = run_of(method, work, order)
                 runs[name]()
             except (MemoryError, RuntimeError) as error:
                 runs.pop(name, None)
@@ -218,8 +275,7 @@ def measure(
         for name in shuffle.sample(list(runs), len(runs)):
             times[name].append(seconds(runs[name]))
     for name, run in runs.items():
-        results[name].seconds = statistics.median(times[name])
-        results[name].peak = getattr(run, "peak", None) or peak_bytes(run)
+        results[name].seconds, results[name].peak = statistics.median(times[name]), peak_bytes(run)
     return results
 
 
@@ -247,33 +303,18 @@ def report(name: str, order: int, results: dict[str, Result]) -> str:
     return "\n".join(lines)
 
 
-def known() -> list[str]:
-    """Return the names of all workloads."""
-    return [*WORKLOADS, *OPERATIONS]
-
-
 def tables(name: str, rounds: int) -> Iterator[str]:
     """Check the methods of a workload, and measure them at each order."""
-    methods, orders, small = METHODS, ORDERS, problem(60, 200, 3)
-    if name in WORKLOADS:
-        work = WORKLOADS[name]()
-    else:
-        operation = OPERATIONS[name]
-        methods, orders = methods_of(operation), operation.orders
-        small, work = operation.make(*operation.small), operation.make(*operation.large)
-    bad = errors(small, methods, orders)
-    for order in orders:
-        yield report(name, order, measure(work, order, rounds, bad, methods))
+    operation = OPERATIONS[name]
+    bad = errors(operation.make(*operation.small), operation)
+    work = operation.make(*operation.large)
+    for order in operation.orders:
+        yield report(name, order, measure(work, operation, order, rounds, bad))
 
 
-def _of_layout(matrix: Tensor, work: Problem, order: int) -> Tensor:
-    leaf = matrix.detach().requires_grad_()
-    return gradient(leaf, torch.sparse.mm(leaf, work.x), order)
-
-
-def _compare(method: Callable[[Any, int], Run], work: Work, order: int, expected: Tensor) -> str:
+def _compare(run: Run, expected: Tensor) -> str:
     try:
-        error = (method(work, order)().to_dense() - expected).abs().max() / expected.abs().max()
+        error = (run().to_dense() - expected).abs().max() / expected.abs().max()
     except (ImportError, RuntimeError, MemoryError) as failure:
         return _first_line(failure)
     return "" if error < ROUNDING else f"wrong by {100 * error:.1f} %"
@@ -286,11 +327,11 @@ def _first_line(error: Exception) -> str:
 def main() -> None:
     """Run the workloads named on the command line, by default the small one."""
     parser = argparse.ArgumentParser(description="Time and weigh gradients of sparse values, orders 1 to 3.")
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(known())}")
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(OPERATIONS)}")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each method (3)")
     arguments = parser.parse_args()
-    if set(arguments.workloads) - set(known()) or arguments.rounds < 1:
-        parser.error(f"expected workloads among {', '.join(known())} and at least one round")
+    if set(arguments.workloads) - set(OPERATIONS) or arguments.rounds < 1:
+        parser.error(f"expected workloads among {', '.join(OPERATIONS)} and at least one round")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
     for name in arguments.workloads or ["16k"]:
         for text in tables(name, arguments.rounds):

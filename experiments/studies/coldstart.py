@@ -401,8 +401,8 @@ item bias, in thousandths. Mean and standard deviation over {len(config.seeds)} 
 
 {markdown(table)}
 
-A meta-step of {config.students // 2} students on synthetic ratings, with vectors of {WIDE}: CPU time and peak memory of
-the meta-gradient, beyond the tables.
+A meta-step of {config.students // 2} students on synthetic ratings, with vectors of {WIDE}: CPU time and peak memory
+of the meta-gradient, beyond the tables.
 
 {markdown(steps)}
 """
