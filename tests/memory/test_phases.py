@@ -68,26 +68,6 @@ def test_the_peak_of_a_child_does_not_reach_its_sibling():
     assert (big.peak, small.peak) == (1000, 10)
 
 
-def test_the_peak_of_an_open_run_includes_what_was_not_folded_yet():
-    meter = FakeMeter()
-    stack = PhaseStack(meter)
-    meter.use(50, 5)
-    stack.push(Phase())
-    assert stack.peak() == 50
-    meter.use(70, 7)
-    assert stack.peak() == 70
-
-
-def test_seconds_are_wall_time():
-    stack = PhaseStack(FakeMeter())
-    outer, inner = Phase(), Phase()
-    stack.push(outer)
-    stack.push(inner)
-    stack.pop()
-    stack.pop()
-    assert 0 <= inner.seconds <= outer.seconds
-
-
 def test_label():
     assert label((("outer", 3), ("query", None))) == "outer 3 / query"
 

@@ -157,15 +157,6 @@ def test_storage_resized_by_hand_is_seen_when_next_returned():
         assert ledger.total == 0
 
 
-def test_deaths_of_old_storages_are_not_counted():
-    old = f64(100)
-    ledger = Ledger(CPU)
-    with StorageMode(ledger):
-        old.add_(1)
-        del old
-    assert (ledger.total, ledger.peak) == (0, 0)
-
-
 def test_close_freezes_the_counts():
     ledger = Ledger(CPU)
     with StorageMode(ledger):

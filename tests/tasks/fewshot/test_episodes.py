@@ -58,12 +58,6 @@ def test_every_class_is_equally_likely_at_every_label():
         torch.testing.assert_close(shares, torch.full((5,), 0.2), rtol=0, atol=0.015)
 
 
-def test_every_member_is_equally_likely_to_be_support():
-    _, members = draw(20000, num_classes=2, class_size=4, ways=1, examples=3)
-    shares = torch.bincount(members[:, 0, 0], minlength=4) / 20000
-    torch.testing.assert_close(shares, torch.full((4,), 0.25), rtol=0, atol=0.016)
-
-
 def test_members_of_unequal_classes_are_in_range_and_equally_likely():
     sizes = torch.tensor([3, 7]).expand(20000, 2)
     members = draw_distinct(sizes, 7, 2, seeded())

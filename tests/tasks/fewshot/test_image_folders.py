@@ -88,13 +88,6 @@ def test_splits_are_given_by_name_or_as_they_are(tmp_path, folder):
     assert ImageFolders(tmp_path / "own").splits == {}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_splits_have_64_16_and_20_classes(name):
-    splits = PUBLISHED[name]
-    assert [len(classes) for classes in splits.values()] == [64, 16, 20]
-    assert len({c for classes in splits.values() for c in classes}) == 100
-
-
 def test_folders_are_found_in_the_data_folder(tmp_path, monkeypatch):
     write_classes(tmp_path / "pets")
     monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
