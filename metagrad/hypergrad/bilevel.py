@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -129,7 +128,7 @@ def bilevel(
     check_count(f"{CALL}: steps", steps)
     check_count(f"{CALL}: inner_steps", inner_steps, 0)
     method = checked(CG() if method is None else method)
-    losses = _Batched(outer_loss, outer_batches), _Batched(inner_loss, inner_batches)
+    streams = [None if batches is None else _cycled(batches) for batches in (outer_batches, inner_batches)]
     begin = _beginning(params, warm_start)
     first = Problem(outer_loss, inner_loss, begin(0), hyper)
     lower = _Level("inner", inner, first.variables())
@@ -137,13 +136,20 @@ def bilevel(
     upper = _Level("outer", outer, dict(zip(names, first.hyper_leaves(), strict=True)))
     outer_losses: list[Tensor] = []
     inner_losses: list[Tensor] = []
+
+    def here(outer_loss: Loss, inner_loss: Loss) -> Problem:
+        """Return the problem where the levels are."""
+        found = first.wrapped({name: v.detach() for name, v in lower.values.items()})
+        learned = first.hyper_of([leaf.detach() for leaf in upper.values.values()])
+        return Problem(outer_loss, inner_loss, found, learned)
+
     for step in range(steps):
         if step and not warm_start:
             first = dataclasses.replace(first, params=begin(step))
             lower = _Level("inner", inner, first.variables())
         for _ in range(inner_steps):
-            lower.descend(_place(first, lower, upper, (outer_loss, losses[1])))
-        problem = _place(first, lower, upper, losses)
+            lower.descend(here(outer_loss, _with_batch(inner_loss, streams[1])))
+        problem = here(_with_batch(outer_loss, streams[0]), _with_batch(inner_loss, streams[1]))
         values = problem.variables(), problem.hyper_leaves()
         with torch.no_grad():
             outer_losses.append(problem.outer(*values))
@@ -151,7 +157,7 @@ def bilevel(
         if callback is not None:
             callback(step, problem.params, problem.hyper, float(outer_losses[-1]))
         upper.follow(tree_leaves(completed(problem, method.estimate(problem))))
-    last = _place(first, lower, upper, (outer_loss, inner_loss))
+    last = here(outer_loss, inner_loss)
     return BilevelResult(last.params, last.hyper, torch.stack(outer_losses), torch.stack(inner_losses))
 
 
@@ -174,21 +180,16 @@ def _are_values(params: Parameters | Callable[[int], Parameters]) -> TypeIs[Para
     return not callable(params) or hasattr(params, "items")  # a ParameterDict has both
 
 
-class _Batched:
-    """A loss that is given the next batch with each call of :meth:`bound`."""
+def _with_batch(loss: Loss, batches: Iterator[Any] | None) -> Loss:
+    """Give the next batch to a loss, if there are batches."""
+    if batches is None:
+        return loss
+    batch = next(batches)
 
-    def __init__(self, loss: Loss, batches: Iterable[Any] | None) -> None:
-        self.loss = loss
-        self.batches = None if batches is None else _cycled(batches)
+    def of_batch(params: Any, hyper: Any) -> Tensor:
+        return loss(params, hyper, batch)
 
-    def bound(self) -> Loss:
-        if self.batches is None:
-            return self.loss
-        batch = next(self.batches)
-        return functools.partial(self._of_batch, batch)
-
-    def _of_batch(self, batch: Any, params: Any, hyper: Any) -> Tensor:
-        return self.loss(params, hyper, batch)
+    return of_batch
 
 
 def _is_rule(optimizer: OptimizerLike) -> TypeIs[Rule]:
@@ -221,15 +222,11 @@ class _Level:
         """Take a step on the inner loss."""
         hyper = [leaf.detach() for leaf in problem.hyper_leaves()]
         if self.rule is not None:
-            self._move(
-                *moved_by(
-                    lambda values: problem.inner(values, hyper),
-                    self.values,
-                    self.rule,
-                    self.state,
-                    create_graph=False,
-                )
-            )
+
+            def loss_at(values: Params) -> Tensor:
+                return problem.inner(values, hyper)
+
+            self._move(*moved_by(loss_at, self.values, self.rule, self.state, create_graph=False))
             return
         optimizer = self.optimizer
         assert optimizer is not None
@@ -245,8 +242,8 @@ class _Level:
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Take a step along a gradient."""
         if self.rule is not None:
-            whole = {name: _strided(g) for name, g in zip(self.values, gradients, strict=True)}
-            self._move(*self.rule.update(whole, self.state, self.values))
+            by_name = dict(zip(self.values, gradients, strict=True))
+            self._move(*self.rule.update(by_name, self.state, self.values))
             return
         assert self.optimizer is not None
         for leaf, gradient in zip(self.values.values(), gradients, strict=True):
@@ -256,27 +253,6 @@ class _Level:
     def _move(self, values: Params, state: Any) -> None:
         self.values = {name: v.detach().requires_grad_() for name, v in values.items()}
         self.state = detached(state)
-
-
-def _place(first: Problem, lower: _Level, upper: _Level, losses: Sequence[Any]) -> Problem:
-    """Return the problem where the levels are, with the next batches."""
-    outer, inner = (loss.bound() if isinstance(loss, _Batched) else loss for loss in losses)
-    return dataclasses.replace(
-        first,
-        outer_loss=outer,
-        inner_loss=inner,
-        params=first.wrapped({name: v.detach() for name, v in lower.values.items()}),
-        hyper=first.hyper_of([leaf.detach() for leaf in upper.values.values()]),
-    )
-
-
-def _strided(gradient: Tensor) -> Tensor:
-    if isinstance(gradient, RowSparse):
-        raise ValueError(
-            f"{CALL}: outer is a rule, and the hypergradient of a table is sparse. Take an optimizer of torch.optim, "
-            "such as torch.optim.SparseAdam."
-        )
-    return gradient
 
 
 def _cycled(batches: Iterable[Any]) -> Iterator[Any]:

@@ -133,17 +133,11 @@ class Problem:
         return loss.reshape(())
 
 
-def gradients(
-    loss: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False, retain_graph: bool | None = None
-) -> list[Tensor | None]:
+def gradients(loss: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor | None]:
     """Differentiate a loss; None where it does not depend on an input, or on any."""
     if not loss.requires_grad:
         return [None] * len(inputs)
-    return list(
-        torch.autograd.grad(
-            loss, inputs, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
-        )
-    )
+    return list(torch.autograd.grad(loss, inputs, create_graph=create_graph, allow_unused=True))
 
 
 def refuse_sparse(slopes: Params) -> None:

@@ -123,8 +123,10 @@ def test_edge_weights_and_tables_are_learned():
     assert isinstance(found.hyper["edges"], mg.sparse.SparseTensor)
     assert (found.hyper["edges"].values < 1).all()
     assert (found.hyper["table"] < 1).flatten().tolist() == [True, False, False, True, False]
-    with pytest.raises(ValueError, match="outer is a rule, and the hypergradient of a table is sparse"):
-        mg.bilevel(outer, inner, {"w": torch.zeros(2, 1)}, hyper, outer=SGD, **settings)
+    with pytest.raises(TypeError, match="RowSparse, and this rule moves every row"):
+        mg.bilevel(
+            outer, inner, {"w": torch.zeros(2, 1)}, hyper, outer=mg.optim.rules.adam(lr=0.1), **settings
+        )
 
 
 def test_parameters_are_drawn_for_each_outer_step():
