@@ -7,8 +7,7 @@ objective is a third derivative of the model.
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -200,14 +199,6 @@ _COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
 }
-_SIGNATURES = {fused: inspect.signature(fused) for fused in _COMPOSITES}
-
-
-def bound_arguments(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the arguments of a call of one of torch's norms by their names."""
-    return dict(_SIGNATURES[func].bind(*args, **(kwargs or {})).arguments)
 
 
 def _normalised(input: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:

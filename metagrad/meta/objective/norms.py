@@ -9,18 +9,17 @@ update them again, and stacked tasks update them as a loop does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from metagrad.core import _torch
 from metagrad.core._torch import at_least_2d, named_modules
-from metagrad.core.norms import bound_arguments
+from metagrad.core.dispatch import Dispatch
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import put
 from metagrad.core.tree import tree_map, widened
@@ -279,7 +278,7 @@ def normalised(norms: NormPass | None) -> Generator[None]:
         yield
 
 
-class NormCalls(TorchFunctionMode):
+class NormCalls(Dispatch):
     """Normalises as a policy says, within a ``with`` block, which is one call of the model or of a layer.
 
     Args:
@@ -302,16 +301,9 @@ class NormCalls(TorchFunctionMode):
         self.moments: list[Moments] = []
         self.num_calls = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is F.batch_norm:
-            return self._batch_norm(**bound_arguments(func, args, kwargs))
-        return func(*args, **(kwargs or {}))
+    def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Normalise; not by a handler in the table, which would refer back to this mode and its statistics."""
+        return (self._batch_norm if function is F.batch_norm else function)(*args, **kwargs)
 
     def _batch_norm(
         self,

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from metagrad.core import _torch
 from metagrad.core._torch import has_hooks
 from metagrad.core.attention import unfused_attention
+from metagrad.core.dispatch import Dispatch
 from metagrad.core.structured import Nested, Structured, call_on, restored, structured
 from metagrad.core.substitution import replaced
 from metagrad.core.tree import widened
@@ -123,7 +123,7 @@ def _forward_normalised(model: nn.Module, values: Values, x: Nested, norms: Norm
     names: list[tuple[str, float]] = []
 
     def forward(own: Values, x: Nested, references: list[Nested]) -> tuple[Nested, list[Moments]]:
-        with _Corrections(), substituted(model, own):
+        with Dispatch(_HANDLERS), substituted(model, own):
             result, found, moments = _normalised(model, x, next(iter(references), None), norms)
         names[:] = found
         return structured(result, RESULT), moments
@@ -195,7 +195,7 @@ def _vmapped(layers: Sequence[nn.Module]) -> Callable[[Values, Nested], Nested]:
     """Return what calls layers on stacked tasks by torch.vmap, given values and inputs."""
 
     def forward(own: Values, x: Nested) -> Nested:
-        with _Corrections(), contextlib.ExitStack() as stack:
+        with Dispatch(_HANDLERS), contextlib.ExitStack() as stack:
             for layer in layers:
                 stack.enter_context(substituted(layer, own))
             result = layers[0](x) if isinstance(x, Tensor) else call_on(layers[0], x)
@@ -260,7 +260,7 @@ def vmapped(fn: Callable[..., T]) -> Callable[..., T]:
     """
 
     def call(*args: Any) -> T:
-        with _Corrections():
+        with Dispatch(_HANDLERS):
             return fn(*args)
 
     return torch.vmap(call, randomness="different")  # type: ignore[reportReturnType]
@@ -308,74 +308,57 @@ RULES: tuple[VmapRule, ...] = (
 )
 
 
-class _Corrections(TorchFunctionMode):
-    """Replaces or refuses functions that torch.vmap computes wrongly; all others pass."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        handler = _HANDLERS.get(func)
-        return func(*args, **(kwargs or {})) if handler is None else handler(func, *args, **(kwargs or {}))
-
-
-def _requires_grad(func: Callable[..., bool], tensor: Tensor) -> bool:
+def _requires_grad(tensor: Tensor) -> bool:
     while _torch.is_batched(tensor):
         tensor = _torch.get_unwrapped(tensor)
-    return func(tensor)
+    return tensor.requires_grad
 
 
 def _f_embedding(
-    func: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    *args,
-    **kwargs,
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Look up rows; torch.vmap passes the padding row of the first task on as that of all (torch 2.13)."""
     # A shared table is a parameter at first, and a tensor when a step is recomputed.
     if padding_idx is None or not _torch.is_batched(weight):
-        return func(input, weight, padding_idx, *args, **kwargs)
-    return _without_padding(func(input, weight, None, *args, **kwargs), input, padding_idx % weight.shape[0])
+        return F.embedding(input, weight, padding_idx, *args, **kwargs)
+    vectors = F.embedding(input, weight, None, *args, **kwargs)
+    return _without_padding(vectors, input, padding_idx % weight.shape[0])
 
 
 def _torch_embedding(
-    func: Callable[..., Tensor], weight: Tensor, indices: Tensor, padding_idx: int = -1, *args, **kwargs
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, *args: Any, **kwargs: Any
 ) -> Tensor:
     if padding_idx < 0 or not _torch.is_batched(weight):
-        return func(weight, indices, padding_idx, *args, **kwargs)
-    return _without_padding(func(weight, indices, -1, *args, **kwargs), indices, padding_idx)
+        return torch.embedding(weight, indices, padding_idx, *args, **kwargs)
+    return _without_padding(torch.embedding(weight, indices, -1, *args, **kwargs), indices, padding_idx)
 
 
 def _without_padding(vectors: Tensor, ids: Tensor, padding: int) -> Tensor:
     return torch.where((ids == padding).unsqueeze(-1), vectors.detach(), vectors)
 
 
-def _attention(func: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _attention(function: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Attend in all tasks at once, which torch.vmap (2.13) cannot by the fused kernel of CPUs."""
     is_fused = query.device.type == "cpu" and not torch.compiler.is_compiling()
     with unfused_attention if is_fused else contextlib.nullcontext():
-        return func(query, *args, **kwargs)
+        return function(query, *args, **kwargs)
 
 
-def _refusing(rule: VmapRule) -> Callable[..., Any]:
-    def handler(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _refusing(rule: VmapRule, function: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(*args: Any, **kwargs: Any) -> Any:
         if rule.applies(*args, **kwargs):
             raise NotStackableError(rule.reason)
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return handler
 
 
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    **{function: _refusing(rule) for rule in RULES for function in rule.functions},
+    **{function: _refusing(rule, function) for rule in RULES for function in rule.functions},
     F.embedding: _f_embedding,
     torch.embedding: _torch_embedding,
-    F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: _attention,
+    F.scaled_dot_product_attention: functools.partial(_attention, F.scaled_dot_product_attention),
+    F.multi_head_attention_forward: functools.partial(_attention, F.multi_head_attention_forward),
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[reportAttributeAccessIssue]
 }
+"""What replaces or refuses functions that torch.vmap computes wrongly."""
