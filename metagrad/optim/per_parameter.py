@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import without_torch_function
-from metagrad.core.tree import HALF, widened
+from metagrad.core.tree import widened
 from metagrad.optim.hyperparameters import check_hyperparameter, count, values_at
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -69,30 +68,16 @@ class PerParameter(RuleNode):
     def update(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
         """Take one step."""
         gradients = checked_gradients(self.call, grads, params, takes_rows=self.takes_rows)
-        if self.maximize:
-            gradients = {key: -g for key, g in gradients.items()}
-        return self.moved(state, params, gradients)
-
-    def moved(
-        self, state: Any, params: Params, gradients: Params, *others: Mapping[str, Tensor | None]
-    ) -> tuple[Params, Any]:
-        """Move every parameter; the gradients, and what other inputs there are, come before the slots."""
-        inputs = (gradients, *others)
-        at = self._at(state.step, params)
-        slots = state[1:]
-        rows = []
-        with without_torch_function():  # metadata: no value depends on it, so modes need not see it
-            kinds = [(w.numel(), w.dtype) for w in params.values()]
-        for (key, w), (size, dtype), h in zip(params.items(), kinds, at, strict=True):
+        slots, rows = state[1:], []
+        for (key, w), h in zip(params.items(), self._at(state.step, params), strict=True):
             own = [None if slot is None else slot[key] for slot in slots]
-            if not size:
+            if not w.numel():
                 rows.append([w, *own])  # no norm, shape or matrix of it is known to `move`
                 continue
-            given = [tensors[key] for tensors in inputs]
-            if dtype in HALF:
-                w, given = widened(w), [None if tensor is None else widened(tensor) for tensor in given]
-            results = self.move(h, count(state.step, dtype), w, *given, *own)
-            rows.append(self._in_dtypes(results, dtype, own))
+            g = widened(-gradients[key] if self.maximize else gradients[key])
+            new, *moved = self.move(h, count(state.step, w.dtype), widened(w), g, *own)
+            # A 0-d tensor as hyper-parameter widens a 0-d parameter.
+            rows.append([new.to(w.dtype), *map(_as_before, own, moved)])
         news, *fields = _by_name(params, rows, (params, *slots))
         return news, self.State(state.step + 1, *fields)
 
@@ -113,16 +98,12 @@ class PerParameter(RuleNode):
             else:
                 yield name, value
 
-    def _in_dtypes(self, results: Sequence[Any], dtype: torch.dtype, slots: Sequence[Any]) -> Sequence[Any]:
-        """Return results in their dtypes: a 0-d tensor as hyper-parameter widens those of a 0-d parameter."""
-        dtypes = [dtype, *[torch.float32 if dtype in HALF else dtype] * len(slots)]
-        with without_torch_function():
-            pairs = zip(results, dtypes, strict=True)
-            differ = [result is not None and result.dtype != own for result, own in pairs]
-        if not any(differ):
-            return results
-        rows = zip(results, dtypes, differ, strict=True)
-        return [result.to(own) if other else result for result, own, other in rows]
+
+def _as_before(old: Slot, new: Any) -> Any:
+    """Return what is new in a slot, in the dtypes of before."""
+    if isinstance(old, tuple):
+        return tuple(map(_as_before, old, new))
+    return None if old is None else new.to(old.dtype)
 
 
 def check_real(call: str, key: str, param: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,13 +24,6 @@ class AxisMatrices(PerParameter):
     """
 
     batch_ndim: int
-
-    def _in_dtypes(self, results: Sequence[Any], dtype: torch.dtype, slots: Sequence[Any]) -> Sequence[Any]:
-        """Return a new parameter in its dtype, and what is in its slots in those of before."""
-        new, *moved = results
-        pairs = zip(slots, moved, strict=True)
-        kept = [None if old is None else pytree.tree_map(_as_before, old, result) for old, result in pairs]
-        return [new.to(dtype), *kept]
 
     def refuse_elements(self, **values: float | Tensor) -> None:
         """Refuse values that differ within a parameter, where they belong to its matrices."""
@@ -56,10 +49,6 @@ class AxisMatrices(PerParameter):
         return tuple(
             scale * torch.eye(n, dtype=param.dtype, device=param.device).repeat(*batch, 1, 1) for n in sizes
         )
-
-
-def _as_before(old: Tensor, new: Tensor) -> Tensor:
-    return new.to(old.dtype)
 
 
 def axis_gram(value: Tensor, axis: int, batch_ndim: int = 0) -> Tensor:

@@ -15,12 +15,10 @@ class MaskState(NamedTuple):
     """The state of :class:`Mask`.
 
     Attributes:
-        names: Of the parameters that the rule moves.
         rule: The state of the rule.
-        other: That of the rule of the others; None where they stay.
+        other: The state of the rule of the others; None if they stay.
     """
 
-    names: tuple[str, ...]
     rule: Any
     other: Any
 
@@ -37,40 +35,34 @@ class Mask(RuleNode):
 
     def init(self, params: Params) -> MaskState:
         """Return the state before the first step."""
-        self._check(params)
-        names = tuple(key for key in params if self._is_named(key))
-        named, others = _split(params, names)
-        return MaskState(
-            names, self.rule.init(named), None if self.other is None else self.other.init(others)
-        )
-
-    def update(self, grads: Params, state: MaskState, params: Params) -> tuple[Params, MaskState]:
-        """Take one step."""
-        named, others = _split(params, state.names)
-        named_grads, other_grads = _split(grads, state.names)
-        moved, rule_state = self.rule.update(named_grads, state.rule, named)
-        other_state = None
-        if self.other is not None:
-            others, other_state = self.other.update(other_grads, state.other, others)
-        both = {**moved, **others}
-        return {key: both[key] for key in params}, MaskState(state.names, rule_state, other_state)
-
-    def _is_named(self, key: str) -> bool:
-        if callable(self.names):
-            return bool(self.names(key))
-        return any(fnmatchcase(key, pattern) for pattern in self.names)
-
-    def _check(self, params: Params) -> None:
         for pattern in () if callable(self.names) else self.names:
             if params and not any(fnmatchcase(key, pattern) for key in params):
                 raise ValueError(
                     f"mask(rule, names).init: {pattern!r} is the name of no parameter; they are {sorted(params)}."
                 )
+        named, others = self._split(params)
+        return MaskState(self.rule.init(named), None if self.other is None else self.other.init(others))
 
+    def update(self, grads: Params, state: MaskState, params: Params) -> tuple[Params, MaskState]:
+        """Take one step."""
+        named, others = self._split(params)
+        named_grads, other_grads = self._split(grads)
+        moved, rule_state = self.rule.update(named_grads, state.rule, named)
+        other_state = None
+        if self.other is not None:
+            others, other_state = self.other.update(other_grads, state.other, others)
+        both = {**moved, **others}
+        return {key: both[key] for key in params}, MaskState(rule_state, other_state)
 
-def _split(params: Params, names: tuple[str, ...]) -> tuple[Params, Params]:
-    named = {key: p for key, p in params.items() if key in names}
-    return named, {key: p for key, p in params.items() if key not in named}
+    def _split(self, tensors: Params) -> tuple[Params, Params]:
+        """Return the tensors that are named, and the others."""
+        parts: tuple[Params, Params] = ({}, {})
+        for key, tensor in tensors.items():
+            is_named = (
+                self.names(key) if callable(self.names) else any(fnmatchcase(key, n) for n in self.names)
+            )
+            parts[0 if is_named else 1][key] = tensor
+        return parts
 
 
 def mask(
