@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_integer
 from metagrad.optim.rule import Hyperparameter, Params
 
 
@@ -43,12 +42,6 @@ def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, below: 
         raise ValueError(f"{call}: {name} must be below {below:g}, got {value}.")
 
 
-def check_count(call: str, name: str, value: int) -> None:
-    """Refuse what is not a whole number of 1 or more."""
-    if not is_integer(value) or value < 1:
-        raise ValueError(f"{call}: {name} must be a whole number of at least 1, got {value!r}.")
-
-
 def at_step(
     name: str, value: Hyperparameter, step: int | Tensor
 ) -> float | Tensor | Mapping[str, float | Tensor]:
@@ -76,24 +69,18 @@ def _selected(values: Tensor | Sequence[Any], step: Tensor) -> Tensor | Mapping[
     return torch.where(step < len(values), chosen, torch.nan)
 
 
-def by_parameter(
-    name: str, value: float | Tensor | Mapping[str, float | Tensor], params: Params
-) -> list[float | Tensor]:
-    """Choose the value of each parameter, in the order of ``params``."""
-    if not isinstance(value, Mapping):
-        return [value] * len(params)
-    if value.keys() != params.keys():
-        unknown, missing = sorted(value.keys() - params.keys()), sorted(params.keys() - value.keys())
+def values_at(name: str, value: Hyperparameter, step: int | Tensor, params: Params) -> list[float | Tensor]:
+    """Choose the value of each parameter at one step, in the order of ``params``."""
+    chosen = at_step(name, value, step)
+    if not isinstance(chosen, Mapping):
+        return [chosen] * len(params)
+    if chosen.keys() != params.keys():
+        unknown, missing = sorted(chosen.keys() - params.keys()), sorted(params.keys() - chosen.keys())
         raise ValueError(
             f"rule.update: {name} must have one entry for each parameter by name; "
             f"unknown: {unknown}, missing: {missing}. The parameters are {sorted(params)}."
         )
-    return [_fitting(name, key, value[key], param) for key, param in params.items()]
-
-
-def values_at(name: str, value: Hyperparameter, step: int | Tensor, params: Params) -> list[float | Tensor]:
-    """Choose the value of each parameter at one step, in the order of ``params``."""
-    return by_parameter(name, at_step(name, value, step), params)
+    return [_fitting(name, key, chosen[key], param) for key, param in params.items()]
 
 
 def is_used(value: Hyperparameter) -> bool:

@@ -15,12 +15,13 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import averaging_wrapper
+from metagrad.core.checks import check_count
 from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
 from metagrad.distributed.averaged import is_average
-from metagrad.optim.hyperparameters import check_count, check_hyperparameter
+from metagrad.optim.hyperparameters import check_hyperparameter
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, RuleOptimizer, as_number
 
 
@@ -345,7 +346,7 @@ class CurvatureOptimizer(RuleOptimizer):
                     key = f"{name}[{index}]" if several else name
                     check_hyperparameter(call, key, as_number(value), below=below)
         for name in self.counts:
-            check_count(call, name, group[name])
+            check_count(f"{call}, {name}", group[name])
 
 
 def unknown_loss(name: str) -> str:

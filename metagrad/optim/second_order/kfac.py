@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from metagrad.core._torch import averaging_wrapper, linalg
-from metagrad.core.checks import check_choice, is_a
+from metagrad.core.checks import check_choice, check_count, is_a
 from metagrad.core.tree import widened
-from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.rule import Params
 from metagrad.optim.second_order.curvature_optimizer import (
     CurvatureOptimizer,
@@ -252,7 +251,7 @@ class KFAC(CurvatureOptimizer):
         group, call = self.param_groups[index], "KFAC(params)"
         check_choice(f"{call}: fisher", group["fisher"], ("empirical", "sampled"))
         check_choice(f"{call}: loss_reduction", group["loss_reduction"], ("mean", "sum"))
-        check_count(call, "curvature_every", group["curvature_every"])
+        check_count(f"{call}, curvature_every", group["curvature_every"])
         if group["inverse_every"] % group["curvature_every"]:
             raise ValueError(
                 f"{call}: inverse_every must be a multiple of curvature_every, got {group['inverse_every']} and "

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import backward, linalg, to_list
-from metagrad.core.checks import check_choice
-from metagrad.optim.hyperparameters import check_count
+from metagrad.core.checks import check_choice, check_count
 from metagrad.optim.rule import Params
 from metagrad.optim.second_order.curvature_optimizer import LossRecorder, options_of
 from metagrad.optim.second_order.line_search import Point, strong_wolfe
@@ -208,7 +207,7 @@ class LBFGS(VectorOptimizer):
         super()._check_group(index)
         group, call = self.param_groups[index], f"{type(self).__name__}(params)"
         for name in ("max_iter", "history_size", *["max_eval"] * (group["max_eval"] is not None)):
-            check_count(call, name, group[name])
+            check_count(f"{call}, {name}", group[name])
         check_choice(f"{call}: line_search_fn", group["line_search_fn"], (None, "strong_wolfe"))
 
     def _is_curvature_due(self) -> bool:

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metagrad.core._torch import backward, linalg
-from metagrad.core.checks import check_number
+from metagrad.core.checks import check_count, check_number
 from metagrad.curvature.solvers.solution import SolveError
-from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.second_order.newton import GaussNewton
 from metagrad.optim.second_order.vector import flat
 
@@ -132,7 +131,7 @@ def least_squares(
         Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", J. SIAM 11(2), 1963; Nocedal,
         Wright, "Numerical optimization", 2006, section 10.3.
     """
-    check_count("least_squares", "max_steps", max_steps)
+    check_count("least_squares(..., max_steps)", max_steps)
     for name, tolerance in (("ftol", ftol), ("xtol", xtol), ("gtol", gtol)):
         check_number(f"least_squares(..., {name})", tolerance, 0)
     given = {"params": params} if isinstance(params, Tensor) else params

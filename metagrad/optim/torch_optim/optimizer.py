@@ -275,7 +275,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         for key in work.params:
             by_step[kept[key].get("step")].append(key)
         for keys in by_step.values():
-            yield step_whole(rule, *({key: each[key] for key in keys} for each in (*work[1:], kept)))
+            params, grads = ({key: tensors[key] for key in keys} for tensors in work[1:])
+            yield step_whole(rule, params, grads, {key: kept[key] for key in keys})
 
     def _rule(self, group: Group) -> Any:
         """Make the rule of a group's hyper-parameters."""

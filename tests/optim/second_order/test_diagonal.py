@@ -229,8 +229,8 @@ def test_kernels_are_averaged_over_their_positions(average):
     [
         (AdaHessian, {"lr": -1.0}, r"AdaHessian\(params\): lr must be at least 0, got -1"),
         (AdaHessian, {"betas": (0.9, 1.0)}, r"betas\[1\] must be below 1"),
-        (AdaHessian, {"samples": 1.5}, "samples must be a whole number of at least 1, got 1.5"),
-        (SophiaH, {"curvature_every": 0}, "curvature_every must be a whole number of at least 1, got 0"),
+        (AdaHessian, {"samples": 1.5}, "samples.*: expected an int of 1 or more, got 1.5"),
+        (SophiaH, {"curvature_every": 0}, "curvature_every.*: expected an int of 1 or more, got 0"),
         (SophiaG, {"gamma": -1.0}, "gamma must be at least 0"),
     ],
 )

@@ -250,8 +250,8 @@ def test_a_loss_that_is_not_finite_bounds_the_line_search():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"max_iter": 0}, r"LBFGS\(params\): max_iter must be a whole number of at least 1, got 0"),
-        ({"max_eval": 1.5}, r"LBFGS\(params\): max_eval must be a whole number of at least 1, got 1.5"),
+        ({"max_iter": 0}, r"LBFGS\(params\), max_iter: expected an int of 1 or more, got 0"),
+        ({"max_eval": 1.5}, r"LBFGS\(params\), max_eval: expected an int of 1 or more, got 1.5"),
         ({"tolerance_grad": -1.0}, r"LBFGS\(params\): tolerance_grad must be at least 0, got -1.0"),
         ({"tolerance_change": -1.0}, r"LBFGS\(params\): tolerance_change must be at least 0, got -1.0"),
     ],

@@ -249,9 +249,9 @@ def test_negative_hyperparameters_are_refused(case):
     assert "lr" in names
     for name in set(names) - NO_NUMBERS:
         for refused in (-1.0, torch.tensor(-1.0)):
-            with pytest.raises(ValueError, match=rf"{name}(\)| must be|: expected).*, got (tensor\()?-1"):
+            with pytest.raises(ValueError, match=rf"\b{name}\b.*, got (tensor\()?-1"):
                 case.of(model, **{name: refused})
-        with pytest.raises(ValueError, match=rf"{name}(\)| must be)"):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
             case.of(model, [{"params": [model.weight], name: -1.0}])
 
 
