@@ -1,20 +1,18 @@
-"""The private names of torch that the library depends on, under names of their own, each with what it is for.
+"""The private names of torch that the library depends on, under names of their own, each with its reason.
 
 And, at the end, what torch leaves without types, under the types that it has.
 
 No other module under ``metagrad/`` uses a private name of torch. ``tests/test_torch_names.py`` holds them to that,
-and says which of these names an installed torch lacks.
+bounds the number of names, and says which of them an installed torch lacks.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-import torch._functorch.config
 import torch._functorch.utils
 import torch._subclasses.fake_tensor
 import torch.utils._python_dispatch
@@ -24,12 +22,11 @@ from torch.autograd import forward_ad
 
 _C: Any = torch._C
 _torch: Any = torch
-_overrides: Any = torch.overrides
 
 # Trees
 
 pytree = torch.utils._pytree
-"""Nested dicts, lists, tuples and named tuples, as torch.func takes them."""
+"""Nested dicts, lists, tuples and named tuples, as torch.func takes them. Torch has no public module for them."""
 
 # torch.func
 
@@ -40,22 +37,18 @@ is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is the wrapper of a transform, valid only while that is active."""
 
 is_batched = _C._functorch.is_batchedtensor
-"""Whether vmap added a dimension to a tensor."""
-
 is_legacy_batched = _C._functorch.is_legacy_batchedtensor
-"""Whether ``is_grads_batched`` added a dimension to a tensor."""
+"""Whether vmap, or ``is_grads_batched``, added a dimension to a tensor."""
 
-get_unwrapped = _C._functorch.get_unwrapped
+get_unwrapped = functools.partial(torch.func.debug_unwrap, recurse=False)
 """The tensor that a wrapper wraps: the same one transform further out."""
 
 unwrap_dead_wrappers = torch._functorch.utils.unwrap_dead_wrappers
 """Arguments without the wrappers of transforms that have ended; a Function is applied to nothing else."""
 
 get_interpreter_stack = _C._functorch.get_interpreter_stack
-"""The active transforms, the outermost first."""
-
 TransformType = _C._functorch.TransformType
-"""The kinds of transforms: grad, jvp, vmap and others."""
+"""The active transforms, the outermost first, and their kinds: whether one of them differentiates."""
 
 functorch_level = _C._functorch.maybe_current_level
 functorch_level_of = _C._functorch.maybe_get_level
@@ -72,19 +65,6 @@ without_torch_function_of_subclasses = _C.DisableTorchFunctionSubclass
 with_torch_function = _C._EnableTorchFunction
 has_torch_function_of_subclasses = _C._is_torch_function_enabled
 """A context in which subclasses see the torch functions that are called, and whether they do."""
-
-function_modes = _overrides._get_current_function_mode_stack
-push_function_mode = _overrides._push_mode
-pop_function_mode = _overrides._pop_mode
-"""The active function modes, the outermost first, and how to push and pop them without ``with``."""
-
-num_function_modes = _C._len_torch_function_stack
-num_dispatch_modes = _C._len_torch_dispatch_stack
-"""How many modes are active: a mode is off its stack while it handles an operation."""
-
-disabled_torch_function = _C._disabled_torch_function_impl
-disabled_torch_dispatch = _C._disabled_torch_dispatch_impl
-"""The ``__torch_function__`` and ``__torch_dispatch__`` of a subclass that overrides no operation."""
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation below autograd."""
@@ -105,29 +85,8 @@ class DispatchMode(TorchDispatchMode):
         cls.__torch_dispatch__ = dispatch
 
 
-class EagerDispatchMode(TorchDispatchMode):
-    """A mode that compiled code is not run under: its frames need not be hidden, which takes time each time."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
 is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 """Whether a tensor wraps other tensors, which have the storages."""
-
-function_of = operator.attrgetter("_forward_cls")
-"""The custom function that a node of the graph is of."""
-
-kernel_of = operator.attrgetter("_op")
-"""An operation of ``torch.ops`` without the Python around it, which takes as long as a small operation."""
-
-
-def returns_views(function: Any) -> bool:
-    """Say whether what an operation of ``torch.ops`` returns has the memory of an operand; no for other functions."""
-    schema = getattr(function, "_schema", None)
-    return schema is not None and any(result.alias_info is not None for result in schema.returns)
-
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 """A tensor without memory, as torch.compile makes them while it traces."""
@@ -138,16 +97,11 @@ force_dispatch_keys = _C._ForceDispatchKeyGuard
 DispatchKey = _C.DispatchKey
 """The dispatch keys, set so that an operation on zero tensors finds the same kernel below a mode as without one."""
 
-# The tape
+# The autograd graph
 
 saved_tensors_hooks_enabled = _C._autograd._saved_tensors_hooks_is_enabled
-enable_saved_tensors_hooks = _C._autograd._saved_tensors_hooks_enable
 innermost_saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
 """The state of the saved-tensor hooks, which decide what a graph keeps."""
-
-
-AccumulateGrad = _C._functions.AccumulateGrad
-"""The nodes of leaves, at which a graph ends."""
 
 forward_mode = forward_ad._set_fwd_grad_enabled
 """A context that switches forward mode on in the ``jvp`` of a Function."""
@@ -158,41 +112,7 @@ def forward_level() -> int:
     return forward_ad._current_level
 
 
-# Flags
-
-backend_flags = [
-    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
-    (_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
-    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
-    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-]
-"""Getters and setters of flags that choose kernels, without the checks of ``torch.backends``."""
-
-# Optimizers
-
-foreach_norm = _torch._foreach_norm
-"""One call for a list of tensors."""
-
-fused_adam_ = _torch._fused_adam_
-"""The step of Adam in one pass, as ``torch.optim.Adam(fused=True)`` takes it; it does not look at strides."""
-
-flattened = _C._nn.flatten_dense_tensors
-"""The entries of a list of tensors of one dtype, one after the other."""
-
 # Kinds
-
-mkldnn = _torch._mkldnn
-"""A layout whose tensors have no storage that could be measured."""
-
-
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return where a module keeps its own parameters, to be replaced there."""
-    return module._parameters
-
-
-def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the children of a module, also those that occur twice."""
-    return module._modules
 
 
 def averaging_wrapper() -> nn.parallel.DistributedDataParallel | None:
@@ -202,7 +122,7 @@ def averaging_wrapper() -> nn.parallel.DistributedDataParallel | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Say whether a module has hooks of its own, so that it is not its forward alone."""
+    """Return whether a module has hooks of its own, so that it is not only its forward."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -213,8 +133,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
-Dropout = nn.modules.dropout._DropoutNd
-"""The base classes of layers of every number of dimensions."""
+"""The base classes of norms of every number of dimensions, also of those that users derive from them."""
 
 ATTRIBUTES: dict[object, dict[str, str]] = {
     torch.Tensor: {
@@ -249,7 +168,6 @@ ATTRIBUTES: dict[object, dict[str, str]] = {
         "_to_copy": "`.to()` of rows",
         "_values": "`.values()` of rows",
     },
-    torch.autograd.Function._backward_cls: {"_forward_cls": "the Function that a node is of"},
 }
 """The private attributes of torch's objects that are read, by what has them. What nodes save (``_saved_...``) is not
 among them: :mod:`metagrad.autograd.checks.lint_rules` has a test for each."""
@@ -342,13 +260,10 @@ from_numpy: Callable[[np.ndarray[Any, Any]], Tensor] = _torch.from_numpy
 at_least_1d: Callable[[Tensor], Tensor] = _torch.atleast_1d
 at_least_2d: Callable[[Tensor], Tensor] = _torch.atleast_2d
 broadcast_shapes: Callable[..., torch.Size] = _torch.broadcast_shapes
-distinct: Callable[[Tensor], Tensor] = _torch.unique
 sparse_coo_tensor: Callable[..., Tensor] = _torch.sparse_coo_tensor
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-has_torch_function: Callable[[Tensor], bool] = _overrides.has_torch_function_unary
-sequential_forward: Callable[..., Any] = nn.Sequential.forward
+has_torch_function: Callable[[Tensor], bool] = torch.overrides.has_torch_function_unary
 add_safe_globals: Callable[[list[Any]], None] = _torch.serialization.add_safe_globals
-manual_seed: Callable[[int], torch.Generator] = _torch.manual_seed
 gradients_or_none: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.grad
 """``torch.autograd.grad`` with ``allow_unused=True``: None for what the outputs do not depend on."""
 

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from metagrad.core import _torch
-
 
 def _is_same(first: Any, second: Any) -> bool:
     """Compare two states of one generator."""
@@ -115,7 +113,15 @@ _FLAGS = [
     _Flag(_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     _Flag(_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     _Flag(_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    *(_Flag(*pair) for pair in _torch.backend_flags),
+    *(
+        _Flag(functools.partial(getattr, backend, name), functools.partial(setattr, backend, name))
+        for backend, name in (
+            (torch.backends.cudnn, "enabled"),
+            (torch.backends.cudnn, "allow_tf32"),
+            (torch.backends.cudnn, "deterministic"),
+            (torch.backends.mkldnn, "enabled"),
+        )
+    ),
 ]
 
 

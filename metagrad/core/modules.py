@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metagrad.core._torch import FakeTensor, is_functorch_wrapped, without_torch_function
+from metagrad.core._torch import is_functorch_wrapped
 
 LARGE = 2**14
 """Numbers of a constant, beyond which a loop keeps no copy of it."""
@@ -81,8 +81,7 @@ def is_freed(tensor: Tensor) -> bool:
     """Say whether a tensor has elements, and its storage has none."""
     if torch.compiler.is_compiling():
         return False
-    with without_torch_function():  # who records a call would expect writes to the storage
-        return has_memory(tensor) and tensor.numel() > 0 and not tensor.untyped_storage().size()
+    return has_memory(tensor) and tensor.numel() > 0 and not tensor.untyped_storage().size()
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -92,7 +91,6 @@ def has_memory(tensor: Tensor) -> bool:
         or tensor.is_inference()
         or tensor.layout != torch.strided
         or is_functorch_wrapped(tensor)
-        or isinstance(tensor, FakeTensor)
     )
 
 

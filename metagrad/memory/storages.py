@@ -38,12 +38,12 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout in _COMPONENTS:
         for component in _COMPONENTS[tensor.layout]:
             yield from storages_of(getattr(tensor, component)())
-    elif tensor.layout is not _torch.mkldnn and not tensor._is_zerotensor():  # type: ignore[attr-defined]
+    elif not tensor.is_mkldnn and not tensor._is_zerotensor():  # type: ignore[attr-defined]
         yield tensor.untyped_storage()
 
 
 def _has_own_dispatch(cls: type) -> bool:
-    return getattr(cls, "__torch_dispatch__", None) is not _torch.disabled_torch_dispatch
+    return getattr(cls, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
 
 
 def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from metagrad.core import _torch
 from metagrad.core._torch import distinct_and_places
 from metagrad.core.checks import check_count, is_a
 from metagrad.sparse.checks import check_index, check_indices, check_shape
@@ -22,19 +21,14 @@ R = TypeVar("R")
 
 
 def structural(compute: Callable[P, R]) -> Callable[P, R]:
-    """Compute indices that are kept, whatever the modes of torch at the first use.
-
-    Recomputation (``checkpoint``, ``unroll``) follows a function by the sequence of its torch functions, which must
-    not depend on whether a map is known already; and a graph may not save a tensor of inference mode.
-    """
+    """Compute indices that are kept outside of inference mode, whose tensors no graph may save."""
 
     @functools.wraps(compute)
     def unseen(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _torch.without_torch_function():
-            if not torch.is_inference_mode_enabled():
-                return compute(*args, **kwargs)
-            with torch.inference_mode(False):
-                return compute(*args, **kwargs)
+        if not torch.is_inference_mode_enabled():
+            return compute(*args, **kwargs)
+        with torch.inference_mode(False):
+            return compute(*args, **kwargs)
 
     return unseen
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from metagrad.core import _torch
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -23,10 +22,6 @@ def is_finite(tensors: Sequence[Tensor]) -> bool:
     values = [t.values.detach() if isinstance(t, RowSparse) else t.detach() for t in tensors]
     if not values:
         return True
-    norms: Sequence[Tensor] = _torch.foreach_norm(values)  # type: ignore[reportPrivateImportUsage]
-    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
-        norms = [norm.to(values[0].device, torch.float32) for norm in norms]
     # The norm of large entries may overflow where none of them is infinite.
-    return math.isfinite(torch.stack(list(norms)).sum().item()) or all(
-        bool(v.isfinite().all()) for v in values
-    )
+    norm = torch.nn.utils.get_total_norm(values)
+    return math.isfinite(norm.item()) or all(bool(v.isfinite().all()) for v in values)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from metagrad.autograd.checks.lint_rules import RULES, Kind, LintRule
-from metagrad.core._torch import without_torch_function
 from metagrad.core.checks import is_a
 from metagrad.core.tape import graph_nodes
 
@@ -126,9 +125,8 @@ def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
 
     The walk over the graph ends at the parameters, so in an unrolled loop it does not enter earlier steps.
     """
-    with without_torch_function():  # a recording takes a look at the graph for a hook to come
-        behind = {node for param in params if (node := param.grad_fn) is not None}
-        found = findings(graph_nodes([loss], behind), order=2, kinds=("cut", "error", "wrong"))
+    behind = {node for param in params if (node := param.grad_fn) is not None}
+    found = findings(graph_nodes([loss], behind), order=2, kinds=("cut", "error", "wrong"))
     if found:
         raise ValueError("\n".join(f"{call}: {finding}" for finding in found))
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import disabled_torch_dispatch, is_functorch_wrapped
+from metagrad.core._torch import is_functorch_wrapped
 
 _NUM_SAMPLES = 32
 _MANY = 2**14  # entries, beyond which a tensor is summed by itself
@@ -86,7 +86,7 @@ def difference(index: int, tensor: Tensor, now: Tensor, *, exact: bool) -> str |
 def _kind(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None:
     if tensor is None or is_functorch_wrapped(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    if getattr(type(tensor), "__torch_dispatch__", None) is not disabled_torch_dispatch:
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None  # a subclass with operations of its own
     return tensor.dtype, tuple(tensor.shape)
 

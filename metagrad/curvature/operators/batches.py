@@ -219,6 +219,9 @@ def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:
     )
 
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def _has_dropout(module: nn.Module) -> bool:
     rate = getattr(module, "dropout", None)  # of attention and recurrent layers
-    return isinstance(module, _torch.Dropout) or (isinstance(rate, float) and rate > 0)
+    return isinstance(module, _DROPOUT) or (isinstance(rate, float) and rate > 0)

@@ -137,9 +137,8 @@ class Trace:
 
     def _claim(self, value: object) -> None:
         """Note that the module that is running made what is new behind tensors."""
-        with _torch.without_torch_function():
-            for node in graph_nodes(map(_below_vmap, tensors_of(value)), self._visited):
-                self.owners[node] = self._running[-1]
+        for node in graph_nodes(map(_below_vmap, tensors_of(value)), self._visited):
+            self.owners[node] = self._running[-1]
 
 
 def _check_loss(loss: object) -> None:

@@ -16,7 +16,6 @@ from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.unrolling.compiled import Compiler
 from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
-from metagrad.core._torch import without_torch_function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.norms import composite_norms
 from metagrad.core.structured import Nested
@@ -442,8 +441,7 @@ def _of_no_graph(losses: Tensor) -> Tensor:
 
     losses = losses.view_as(losses)
     if losses.requires_grad:
-        with without_torch_function():  # compiled code, which keeps what it needs, may pass this hook by
-            losses.register_hook(refuse)
+        losses.register_hook(refuse)
     return losses
 
 
@@ -466,8 +464,7 @@ def gradients_of(
             "MAML: the inner loss depends on none of the parameters that are adapted, so there is nothing to "
             "learn from the support examples. Does the model detach its output?"
         )
-    with without_torch_function():
-        layouts = [None if gradient is None else gradient.layout for gradient in grads]
+    layouts = [None if gradient is None else gradient.layout for gradient in grads]
     for name, layout in zip(params, layouts, strict=True):
         if layout not in (None, torch.strided):
             raise ValueError(

@@ -12,12 +12,9 @@ values are shared, and into a block-diagonal pattern where they are not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from metagrad.core import _torch
 from metagrad.sparse.kernels import products as kernels
 from metagrad.sparse.kernels.tangents import Bilinear, Kernel, nestable
 from metagrad.sparse.pattern import Pattern, Segments
@@ -30,12 +27,12 @@ def matmul(pattern: Pattern, values: Tensor, dense: Tensor, *, transposed: bool 
     """
     rows = pattern.shape[1] if transposed else pattern.shape[0]
     if values.ndim == 1 and dense.ndim == 2:
-        return _SpMM.apply(pattern, transposed, *shown(values, dense))
+        return _SpMM.apply(pattern, transposed, values, dense)
     batch = torch.broadcast_shapes(values.shape[:-1], dense.shape[:-2])
     width = dense.shape[-1]
     if values.ndim == 1:
         wide = dense.flatten(0, -3).movedim(0, 1).flatten(1)  # [m, B * K]
-        out = _SpMM.apply(pattern, transposed, *shown(values, wide))
+        out = _SpMM.apply(pattern, transposed, values, wide)
         return out.reshape(rows, batch.numel(), width).movedim(1, 0).reshape(*batch, rows, width)
     values = values.expand(*batch, pattern.nnz).flatten()
     out = _SpMM.apply(pattern.repeat(batch.numel()), transposed, values, _stacked(dense, batch))
@@ -45,7 +42,7 @@ def matmul(pattern: Pattern, values: Tensor, dense: Tensor, *, transposed: bool 
 def sample(pattern: Pattern, a: Tensor, b: Tensor) -> Tensor:
     """Compute ``a[..., row, :] . b[..., col, :]`` at every entry: [..., n, K] and [..., m, K] to [..., nnz]."""
     if a.ndim == 2 and b.ndim == 2:
-        return _SDDMM.apply(pattern, *shown(a, b))
+        return _SDDMM.apply(pattern, a, b)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     values = _SDDMM.apply(pattern.repeat(batch.numel()), _stacked(a, batch), _stacked(b, batch))
     return values.reshape(*batch, pattern.nnz)
@@ -53,17 +50,12 @@ def sample(pattern: Pattern, a: Tensor, b: Tensor) -> Tensor:
 
 def gather(x: Tensor, segments: Segments) -> Tensor:
     """Give each entry the row of its segment: x [num_segments, ...] to [entries, ...]."""
-    return _Gather.apply(segments, *shown(x))
+    return _Gather.apply(segments, x)
 
 
 def segment_sum(values: Tensor, segments: Segments) -> Tensor:
     """Add the rows that share a segment: values [entries, ...] to [num_segments, ...]."""
-    return _SegmentSum.apply(segments, *shown(values))
-
-
-def shown(*tensors: Tensor) -> Sequence[Tensor]:
-    """Make the operands of a rule visible to function modes, by which a checkpoint finds what a function reads."""
-    return [tensor.view_as(tensor) for tensor in tensors] if _torch.num_function_modes() else tensors
+    return _SegmentSum.apply(segments, values)
 
 
 class _SpMM(Bilinear):

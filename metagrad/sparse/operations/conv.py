@@ -19,7 +19,6 @@ from metagrad.core._torch import Context, VmapInfo
 from metagrad.core.checks import is_a
 from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
-from metagrad.sparse.kernels.derivatives import shown
 from metagrad.sparse.kernels.tangents import Bilinear
 from metagrad.sparse.operations.rulebook import Rulebook
 
@@ -65,7 +64,7 @@ def conv(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = No
     """
     _check_arguments(x, weight, rulebook, bias)
     kernels = weight.flatten(2).permute(2, 1, 0).contiguous()
-    y = _Convolve.apply(rulebook, *shown(x, kernels))
+    y = _Convolve.apply(rulebook, x, kernels)
     return y if bias is None else y + bias
 
 
