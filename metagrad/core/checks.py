@@ -103,9 +103,6 @@ def check_positive(call: str, value: Any, *, optional: bool = False) -> Any:
     return value
 
 
-checked_positive = check_positive
-
-
 def check_choice(call: str, value: T, choices: Any) -> T:
     """Raise ``ValueError`` unless a value is one of a sequence or of the values of a ``Literal``."""
     known = tuple(get_args(choices) or choices)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import checked_positive
+from metagrad.core.checks import check_positive
 from metagrad.meta.algorithms.heads.base import HeadAlgorithm
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Params
@@ -95,10 +95,10 @@ class R2D2(HeadAlgorithm):
     ) -> None:
         super().__init__(model, loss_fn, **arguments)
         self.log_penalty: nn.Parameter = nn.Parameter(
-            torch.tensor(math.log(checked_positive(f"{self._name}(..., penalty)", penalty)))
+            torch.tensor(math.log(check_positive(f"{self._name}(..., penalty)", penalty)))
         )
         self.log_scale: nn.Parameter = nn.Parameter(
-            torch.tensor(math.log(checked_positive(f"{self._name}(..., scale)", scale)))
+            torch.tensor(math.log(check_positive(f"{self._name}(..., scale)", scale)))
         )
         self.bias: nn.Parameter = nn.Parameter(torch.tensor(float(bias)))
 
