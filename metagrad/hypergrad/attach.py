@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,8 +90,16 @@ def attach(
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     losses = inner_loss(leaves)
     hessians = _TaskHessians(call, losses, _entering(losses, leaves) or leaves)
-    minimum = _Minimum(call, method, hessians)
-    rows = _Attached.apply(hessians.join(hessians.leaves).detach(), hessians.join(hessians.slopes), minimum)
+
+    def solve(cotangents: Tensor) -> Tensor:
+        """Invert the Hessian; a row that is not finite stays so, for whoever looks at gradients."""
+        sound = cotangents.isfinite().all(-1, keepdim=True)
+        b = torch.where(sound, cotangents, 0.0)
+        solution = method.inverse(hessians, b)
+        check_solution(call, solution, relative_residual(solution, b), LOOSE_FOR_TASKS)
+        return torch.where(sound, solution.value, torch.nan)
+
+    rows = _Attached.apply(hessians.join(hessians.leaves).detach(), hessians.join(hessians.slopes), solve)
     found = dict(zip(hessians.names, hessians.split(rows), strict=True))
     return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
 
@@ -159,40 +166,23 @@ class _TaskHessians:
         return [part.reshape(leaf.shape) for part, leaf in parts]
 
 
-@dataclass(frozen=True, eq=False)
-class _Minimum:
-    """A minimum, by the Hessians of the losses there, of one task or of stacked ones."""
-
-    call: str
-    method: ImplicitMethod
-    hessians: _TaskHessians
-
-    def solve(self, cotangents: Tensor) -> Tensor:
-        """Invert the Hessian; a row that is not finite stays so, for whoever looks at gradients."""
-        sound = cotangents.isfinite().all(-1, keepdim=True)
-        b = torch.where(sound, cotangents, 0.0)
-        solution = self.method.inverse(self.hessians, b)
-        check_solution(self.call, solution, relative_residual(solution, b), LOOSE_FOR_TASKS)
-        return torch.where(sound, solution.value, torch.nan)
-
-
 class _Attached(Function):
     """The minimum, and its dependence on the gradient of the loss there: minus the inverse of the Hessian."""
 
     @staticmethod
-    def forward(rows: Tensor, slope: Tensor, minimum: _Minimum) -> Tensor:
+    def forward(rows: Tensor, slope: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
         return rows.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, slope, ctx.minimum = inputs
+        _, slope, ctx.solve = inputs
         ctx.save_for_backward(slope)
 
     @staticmethod
     def backward(ctx: Any, cotangents: Tensor):
         (slope,) = ctx.saved_tensors
         with torch.no_grad():
-            u = -ctx.minimum.solve(cotangents.detach())
+            u = -ctx.solve(cotangents.detach())
         if torch.is_grad_enabled():
             u = refuse_derivatives(u, _ONCE, slope, cotangents)
         return None, u, None
