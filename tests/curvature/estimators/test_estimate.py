@@ -44,22 +44,9 @@ def test_the_standard_error_is_that_of_a_mean():
     assert inflated.stderr.item() == pytest.approx(2 * found.stderr.item())
 
 
-def test_elements_have_intervals_of_their_own():
-    found = Estimate(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]), 10, 10, "hutchinson")
-    low, high = found.interval(0.95)
-    assert low[0] == high[0] == 1.0
-    assert low[1].item() < 0 < 4 < high[1].item()
-    assert (low + high)[1].item() == pytest.approx(4)
-
-
 def test_levels_must_be_probabilities():
     with pytest.raises(ValueError, match=r"level must be between 0 and 1, such as 0\.95, got 95"):
         estimate(1.0, 1.0).interval(95)
-
-
-def test_float_is_the_value_also_on_the_tape():
-    value = torch.tensor(2.5, requires_grad=True)
-    assert float(Estimate(value, torch.tensor(0.1), 4, 4, "hutchinson")) == 2.5
 
 
 REPRS = [

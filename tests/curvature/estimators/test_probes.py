@@ -53,13 +53,6 @@ def test_what_each_distribution_is():
     assert (normal**4).mean() == pytest.approx(3, rel=0.1)  # 1 for signs, 27 / 11 on this sphere
 
 
-def test_torchs_default_generator_is_used_when_none_is_given():
-    torch.manual_seed(3)
-    first = draw(2, 5)
-    torch.manual_seed(3)
-    assert torch.equal(first, draw(2, 5))
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_generator_on_the_cpu_draws_for_other_devices():

@@ -57,12 +57,6 @@ def test_tightness_is_relative():
     assert not tight([10.0, 0.0], [0.8, 0.8])
 
 
-def test_defaults():
-    assert checked_budget("f()", None, None) == 64
-    assert checked_budget("f()", None, 0.1) == 1024
-    assert checked_budget("f()", 7, 0.1) == 7
-
-
 def test_bad_budgets():
     for probes in (0, -3):
         with pytest.raises(ValueError, match=rf"f\(\): probes must be at least 1, got {probes}"):

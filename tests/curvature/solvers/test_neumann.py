@@ -70,12 +70,6 @@ def test_the_scale_is_estimated_from_below_two_over_the_largest_eigenvalue():
         assert operator.matvecs == solution.stats.matvecs
 
 
-def test_the_zero_operator_changes_nothing():
-    solution = solve(MatrixMap(torch.zeros(2, 2)), torch.ones(2), method="neumann", max_steps=4)
-    assert solution.result is Result.MAX_STEPS
-    assert solution.stats.residual_norms == pytest.approx(2**0.5)
-
-
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match=r"Neumann\(scale\): expected a number above 0, or None, got -1"):
         Neumann(scale=-1)

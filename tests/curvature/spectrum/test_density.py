@@ -96,18 +96,6 @@ def test_processes_that_end_early_beside_others():
     assert phi.matvecs < 32
 
 
-def test_one_probe_has_no_error_to_show():
-    found = density(MatrixMap(matrix("flat", N)), steps=5, probes=1, generator=generator())(torch.ones(2))
-    assert found.value.dtype == torch.float32
-    assert torch.isinf(found.stderr).all()
-
-
-def test_a_density_is_made_of_constants():
-    phi = density(MatrixMap(matrix("flat", N).clone().requires_grad_()), steps=5, generator=generator())
-    assert not phi.nodes.requires_grad
-    assert not phi(phi.grid()).value.requires_grad
-
-
 def test_grid_and_repr():
     phi = Density(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.5, 0.5]]), sigma=0.25, n=2, matvecs=2)
     torch.testing.assert_close(phi.grid(5), torch.linspace(0, 4, 5, dtype=torch.float64))
@@ -139,8 +127,3 @@ def test_bad_arguments_of_a_density():
         phi(torch.arange(3))
     with pytest.raises(ValueError, match=r"density\.moment\(degree\): degree must be at least 0, got -1"):
         phi.moment(-1)
-
-
-def test_products_that_are_not_finite():
-    with pytest.raises(ValueError, match=r"density\(operator\): a product of the operator has NaN or inf"):
-        density(MatrixMap(torch.full((3, 3), float("nan"))))

@@ -101,13 +101,6 @@ def test_all_eigenvalues(n, which):
         check_pairs(dense, pairs, k, which, rtol=1e-5)
 
 
-def test_all_of_a_hundred():
-    dense = matrix("flat", 100)
-    pairs = eigenvalues(MatrixMap(dense), 100, which="smallest", generator=generator())
-    check_pairs(dense, pairs, 100, "smallest", rtol=1e-12)
-    assert pairs.matvecs == 200
-
-
 @pytest.mark.parametrize("which", ["both", "magnitude"])
 def test_small_bases_agree_with_the_dense_solution(which):
     dense = matrix("indefinite", N)
@@ -135,22 +128,6 @@ def test_a_budget_is_kept_and_what_is_reached_comes_with_its_bound(max_products)
     assert (pairs.values > 2.5).all()
 
 
-def test_copies_that_differ_by_rounding_do_not_prolong_the_search():
-    dense = with_spectrum(COPIES["identity"])
-    for seed in range(8):
-        assert eigenvalues(MatrixMap(dense), 6, generator=generator(seed)).matvecs <= 14
-
-
-def test_a_search_for_copies_that_was_cut_short_has_not_converged():
-    operator = MatrixMap(matrix("exponential", N))
-    whole = eigenvalues(operator, 3, generator=generator())
-    cut = eigenvalues(operator, 3, max_products=whole.matvecs - 4, generator=generator())
-    torch.testing.assert_close(cut.values, whole.values)
-    assert (cut.residuals < 1e-5).all()
-    assert whole.converged
-    assert not cut.converged
-
-
 def test_without_the_search_for_copies_every_product_is_for_the_pairs():
     operator = MatrixMap(matrix("polynomial", N))
     searched = eigenvalues(operator, 3, generator=generator())
@@ -174,12 +151,6 @@ def test_what_lies_beside_the_wanted_pairs_is_locked_until_a_copy_is_found():
     searched = eigenvalues(operator, 1, rtol=1e-3, generator=generator())
     assert searched.matvecs < 1.9 * alone.matvecs
     check_pairs(operator.matrix, searched, 1, "largest", rtol=1e-3)
-
-
-def test_vectors_only_on_request():
-    pairs = eigenvalues(MatrixMap(matrix("flat", 50)), 2, vectors=False, generator=generator())
-    assert pairs.vectors is None
-    assert repr(pairs).startswith("2 eigenvalues from 2.9")
 
 
 def test_values_are_differentiable():

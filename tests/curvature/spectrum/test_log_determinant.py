@@ -43,13 +43,6 @@ def test_intervals_cover_what_they_say():
     assert 38 <= covered <= 49
 
 
-def test_small_operators_are_nearly_exact():
-    for n in [1, 2, 5]:
-        diagonal = torch.arange(1.0, n + 1)
-        found = log_determinant(MatrixMap(torch.diag(diagonal)), generator=generator())
-        torch.testing.assert_close(found.value, diagonal.log().sum(), rtol=1e-5, atol=1e-6)
-
-
 def test_the_derivative_is_that_of_the_dense_log_determinant():
     scale = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
     found = log_determinant(MatrixMap(torch.diag(scale)), damping=1.0, probes=2, generator=generator())
@@ -84,8 +77,3 @@ def test_bad_damping():
     for damping in [-1.0, float("nan")]:
         with pytest.raises(ValueError, match=r"log_determinant\(operator\): damping must be at least 0"):
             log_determinant(MatrixMap(torch.eye(3)), damping=damping)
-
-
-def test_errors_name_this_call():
-    with pytest.raises(ValueError, match=r"log_determinant\(operator\): probes must be at least 1"):
-        log_determinant(MatrixMap(torch.eye(3)), probes=0)

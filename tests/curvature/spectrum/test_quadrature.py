@@ -32,23 +32,6 @@ def test_gauss_rules_are_exact_to_degree_2m_minus_1_and_not_beyond(name, steps):
         power = dense @ power
 
 
-def test_weights_are_those_of_the_eigenvectors_at_full_length():
-    dense = matrix("flat", 20)
-    values, vectors = torch.linalg.eigh(dense)
-    start = torch.randn(1, 20, dtype=torch.float64, generator=generator())
-    rule = gauss_rule(lanczos(MatrixMap(dense), start, steps=20), 0)
-    torch.testing.assert_close(rule.nodes, values, rtol=1e-10, atol=0)
-    expected = (start[0] @ vectors).square() / start.square().sum()
-    torch.testing.assert_close(rule.weights, expected, rtol=1e-8, atol=1e-12)
-
-
-def test_fewer_steps_are_a_shorter_process():
-    operator, start = MatrixMap(matrix("flat", N)), torch.ones(1, N, dtype=torch.float64)
-    short, long = (lanczos(operator, start, steps=steps) for steps in (5, 9))
-    torch.testing.assert_close(gauss_rule(long, 0, 5).nodes, gauss_rule(short, 0).nodes, rtol=1e-12, atol=0)
-    assert len(gauss_rule(long, 0, 20).nodes) == 9
-
-
 @pytest.mark.parametrize(("distribution", "dtype"), [("normal", torch.float32), ("sphere", torch.float64)])
 def test_traces_of_functions(distribution, dtype):
     operator = MatrixMap(matrix("flat", N).to(dtype))
@@ -128,12 +111,6 @@ def test_too_few_steps_are_seen_and_widen_the_interval(steps, function):
     assert from_steps < (25 if steps == 6 else 10) * error
 
 
-def test_one_step_does_not_tell_its_error():
-    found = trace_of(MatrixMap(matrix("flat", N)), torch.log, steps=1, generator=generator())
-    assert torch.isinf(found.stderr)
-    assert not found.converged
-
-
 def test_the_derivative_is_the_trace_of_the_slope():
     q = basis(12)
     dense = (q * torch.linspace(1, 3, 12, dtype=torch.float64)) @ q.t()
@@ -169,13 +146,6 @@ def test_bad_arguments():
     for arguments, message in BAD:
         with pytest.raises(ValueError, match=rf"trace_of\(operator, function\): .*{message}"):
             trace_of(MatrixMap(torch.eye(4)), torch.exp, **arguments)
-
-
-def test_arguments_of_another_type():
-    with pytest.raises(TypeError, match=r"steps must be an integer, got 2\.0"):
-        trace_of(MatrixMap(torch.eye(4)), torch.exp, steps=2.0)
-    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator"):
-        trace_of(MatrixMap(torch.eye(4)), torch.exp, generator=1)
 
 
 def test_functions_that_are_not_finite_or_not_elementwise():
