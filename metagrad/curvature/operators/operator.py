@@ -411,8 +411,8 @@ class GraphOperator(Operator):
         """Multiply rows of a diagonal block: the backward passes go no further than that."""
         self._refuse_closed()
         self._recorded.refuse_moved()
-        names = self.space.names
-        multiply = self._multiplier(None if block is self.space else [names.index(n) for n in block.names])
+        places = None if block is self.space else [self.space.names.index(name) for name in block.names]
+        multiply = self._multiplier(places)
 
         def product(rows: Tensor, batched: bool) -> Tensor:
             return block.join(multiply(block.split(rows), batched))
