@@ -83,6 +83,14 @@ class Curvature:
         size = v.abs().amax() if self._is_half else None
         if size is not None:
             v = v / torch.where(size == 0, 1, size)
+        recorded, loss = self._parts[0] if len(self._parts) == 1 else (None, None)
+        if (
+            recorded is not None
+            and loss is None
+            and len(recorded.params) == len(self._params)
+            and size is None
+        ):
+            return self._scale * flat(recorded.pull([v]))  # without taking the vector apart
         pieces = split(v, self._params)
         total: Params = {}
         for recorded, loss in self._parts:
