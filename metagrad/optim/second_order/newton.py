@@ -196,16 +196,50 @@ def conjugate_gradients(
     return Solved(x, model, int(run.steps), RESULTS[int(run.status)], spent + run.products)
 
 
+class Problem(NamedTuple):
+    """What a step minimizes: the loss with its penalty, or minus it, in the parameters that move."""
+
+    params: Params
+    w: Tensor
+    g: Tensor  # the gradient
+    curvature: Curvature
+    lr: float | Tensor  # a vector where groups differ, like decay
+    decay: float | Tensor
+    sign: int  # -1 of a loss that is climbed
+    sign_of_matrix: int
+
+    def multiply(self, v: Tensor) -> Tensor:
+        """Multiply a vector with the matrix."""
+        return self.restricted(self.sign_of_matrix * (self.curvature @ v) + self.decay * v)
+
+    def restricted(self, v: Tensor) -> Tensor:
+        """Return a vector with zeros for the parameters whose step size is 0."""
+        return torch.where(self.lr != 0, v, 0.0) if isinstance(self.lr, Tensor) else v
+
+    def penalized(self, value: float, w: Tensor) -> float:
+        """Return the objective of a loss at parameters."""
+        has_penalty = isinstance(self.decay, Tensor) or self.decay
+        return self.sign * value + (float(w.dot(self.decay * w)) / 2 if has_penalty else 0.0)
+
+
+class Step(NamedTuple):
+    """A step, with the slope and the curvature of the quadratic model along it."""
+
+    d: Tensor
+    slope: float  # g^T d
+    curved: float  # d^T B d
+
+
 class Objective:
     """The loss of a step with its penalty, to be minimized: where it begins, and along a direction.
 
     Args:
-        before: The value where the step begins; NaN where it is not known.
-        evaluate: The value at other parameters; None if it cannot be evaluated there.
+        before: The value where the step begins.
+        evaluate: Parameters to the value there.
         eps: The relative rounding error of a value.
     """
 
-    def __init__(self, before: float, evaluate: Callable[[Tensor], float] | None, eps: float) -> None:
+    def __init__(self, before: float, evaluate: Callable[[Tensor], float], eps: float) -> None:
         self.before, self.evaluate, self.slack = before, evaluate, 10 * eps * abs(before)
 
     def ratio(self, after: float, predicted: float) -> float:
@@ -221,16 +255,15 @@ class Objective:
         is_sound = math.isfinite(after) and expected > 0
         return reduction / expected if is_sound and math.isfinite(reduction / expected) else -math.inf
 
-    def searched(self, w: Tensor, d: Tensor, slope: float, after: float) -> float:
+    def searched(self, w: Tensor, step: Step, after: float) -> float:
         """Halve a step until the loss has fallen by enough; return its length, 0 if it never does."""
-        assert self.evaluate is not None
         length = 1.0
         for _ in range(_HALVINGS):
-            if after <= self.before + _SUFFICIENT * length * slope + self.slack:
+            if after <= self.before + _SUFFICIENT * length * step.slope + self.slack:
                 return length
             length /= 2
-            after = self.evaluate(w + length * d)
-        return length if after <= self.before + _SUFFICIENT * length * slope + self.slack else 0.0
+            after = self.evaluate(w + length * step.d)
+        return length if after <= self.before + _SUFFICIENT * length * step.slope + self.slack else 0.0
 
 
 class NewtonCG(VectorOptimizer):
@@ -490,8 +523,29 @@ class NewtonCG(VectorOptimizer):
 
     def _changes(self, work: Work) -> Iterator[Change]:
         """Solve the system of a step, adapt the damping, and look for a length."""
+        params, group, problem = work.params, self.param_groups[0], self._problem(work)
+        number, factor, added, start = self._resumed(params)
+        damping = factor * self._column("damping", params) + added
+        run = self._solved(problem, damping, start)
+        step = self._step(problem, run, damping)
+        length, ratio = 1.0, math.nan
+        if group["adapt"]:
+            objective = self._objective(problem)
+            after = objective.evaluate(problem.w + step.d)
+            ratio = objective.ratio(after, step.slope + step.curved / 2)
+            factor, added = self._adapted(factor, added, damping, ratio, step)
+            length = objective.searched(problem.w, step, after)
+        self._found = ((factor, added), self._described(run, ratio, length, problem.lr))
+        states = {key: {"step": number + 1, "factor": factor, "added": added} for key in params}
+        for key, part in split(run.x, params).items() if group["warm_start"] else ():
+            states[key]["solution"] = part
+        is_finite = run.result is not Result.NON_FINITE and math.isfinite(step.curved)
+        used = {"the curvature": run.x.new_tensor(0.0 if is_finite else math.nan)}
+        moved = split(problem.w + length * step.d, params) if length else {}
+        yield Change(params, moved, states, used=used)
+
+    def _problem(self, work: Work) -> Problem:
         params, group = work.params, self.param_groups[0]
-        sign, matrix = -1 if group["maximize"] else 1, self._matrix(group)
         if self._passes is None:
             raise self._without_curvature()
         if group["adapt"] and self._closure is None:
@@ -499,59 +553,45 @@ class NewtonCG(VectorOptimizer):
                 f"{type(self).__name__}.step: adapt=True looks at the loss at other parameters, for which it is "
                 "computed again. Call opt.step(closure), or set adapt=False."
             )
-        w, (step, factor, added, start) = flat(params.values()), self._resumed(params)
-        lr, decay, given = (self._column(name, params) for name in ("lr", "weight_decay", "damping"))
-        scale, moves = self._inverse_scale(), lr != 0 if isinstance(lr, Tensor) else None
-        curvature = Curvature(params, self._passes if self._curved is None else self._curved, matrix, scale)
+        w, sign, matrix = flat(params.values()), -1 if group["maximize"] else 1, self._matrix(group)
+        lr, decay = self._column("lr", params), self._column("weight_decay", params)
+        passes = self._passes if self._curved is None else self._curved
+        curvature = Curvature(params, passes, matrix, self._inverse_scale())
         # The Fisher matrix is a metric: it has no other sign where one climbs.
-        sign_of_matrix = 1 if matrix == "fisher" else sign
+        problem = Problem(params, w, w, curvature, lr, decay, sign, 1 if matrix == "fisher" else sign)
+        return problem._replace(g=problem.restricted(sign * flat(work.grads.values()) + decay * w))
 
-        def multiply(v: Tensor) -> Tensor:
-            product = sign_of_matrix * (curvature @ v) + decay * v
-            return product if moves is None else torch.where(moves, product, 0.0)
-
-        g = sign * flat(work.grads.values()) + decay * w
-        g = g if moves is None else torch.where(moves, g, 0.0)
-        damping = factor * given + added
-        metric = None
+    def _solved(self, problem: Problem, damping: float | Tensor, start: Tensor | None) -> Solved:
+        """Solve the damped system."""
+        group, metric, probes = self.param_groups[0], None, 0
         if group["preconditioner"] is not None:
-            estimate = curvature.diagonal(group["samples"], generators_of(group["seed"], group["step"])).abs()
-            metric = estimate + damping + decay
+            generator = generators_of(group["seed"], group["step"])
+            metric = problem.curvature.diagonal(group["samples"], generator).abs() + damping + problem.decay
+            # Where the loss is flat and nothing is damped, 1 leaves the gradient as it is.
             metric = torch.where(metric == 0, 1.0, metric) ** _EXPONENT
+            probes = group["samples"] if self._matrix(group) == "hessian" else 0
         run = conjugate_gradients(
-            lambda v: multiply(v) + damping * v,
-            -g,
+            lambda v: problem.multiply(v) + damping * v,
+            -problem.g,
             x0=None if start is None or not group["warm_start"] else float(group["warm_start"]) * start,
             metric=metric,
             rtol=group["rtol"],
             progress=group["progress"],
             max_steps=group["max_steps"],
         )
-        products = run.products + group["samples"] * (metric is not None and matrix == "hessian")
-        slope = float(g.dot(run.x))
-        curved = 2 * (run.model - slope) - float(run.x.dot(damping * run.x))  # x^T B x
+        return run._replace(products=run.products + probes)
+
+    def _step(self, problem: Problem, run: Solved, damping: float | Tensor) -> Step:
+        """Return the step along a solution, in the direction that descends."""
+        x, lr, g = run.x, problem.lr, problem.g
+        slope = float(g.dot(x))
         # Where curvature is negative an iterate may climb at first, and its opposite has the same model and descends.
-        d = self._scaled(-run.x if slope > 0 else run.x, lr, g)
-        slope = float(g.dot(d))
+        d = self._scaled(-x if slope > 0 else x, lr, g)
         if isinstance(lr, Tensor):
-            curved, products = float(d.dot(multiply(d))), products + 1
+            curved = float(d.dot(problem.multiply(d)))
         else:
-            curved *= lr**2
-        length, ratio = 1.0, math.nan
-        if group["adapt"]:
-            objective = self._objective(params, w, sign, decay)
-            assert objective.evaluate is not None
-            after = objective.evaluate(w + d)
-            ratio = objective.ratio(after, slope + curved / 2)
-            factor, added = self._adapted(factor, added, damping, ratio, curved, float(d.dot(d)))
-            length = objective.searched(w, d, slope, after)
-        self._found = ((factor, added), self._described(run, products, ratio, length, lr))
-        shared = {"step": step + 1, "factor": factor, "added": added}
-        solution = split(run.x, params) if group["warm_start"] else {}
-        states = {key: {**shared, **({"solution": solution[key]} if solution else {})} for key in params}
-        is_finite = run.result is not Result.NON_FINITE and math.isfinite(curved)
-        used = {"the curvature": w.new_tensor(0.0 if is_finite else math.nan)}
-        yield Change(params, split(w + length * d, params) if length else {}, states, used=used)
+            curved = lr**2 * (2 * (run.model - slope) - float(x.dot(damping * x)))
+        return Step(d, float(g.dot(d)), curved)
 
     def _resumed(self, params: Params) -> tuple[int, float, float, Tensor | None]:
         """Return the number of steps, what they made of the damping, and the last solution; or begin again."""
@@ -562,19 +602,14 @@ class NewtonCG(VectorOptimizer):
         solution = flat(state["solution"] for state in states) if is_kept else None
         return states[0]["step"], states[0]["factor"], states[0]["added"], solution
 
-    def _objective(self, params: Params, w: Tensor, sign: int, decay: float | Tensor) -> Objective:
+    def _objective(self, problem: Problem) -> Objective:
         values = [one.value for one in self._passes or ()]
 
-        def with_penalty(value: float, at: Tensor) -> float:
-            return sign * value + (
-                float(at.dot(decay * at)) / 2 if isinstance(decay, Tensor) or decay else 0.0
-            )
+        def evaluate(w: Tensor) -> float:
+            return problem.penalized(self._loss_at(problem.params, w), w)
 
-        def evaluate(at: Tensor) -> float:
-            return with_penalty(self._loss_at(params, at), at)
-
-        eps = max(torch.finfo(each.dtype).eps for each in (w, *values))
-        return Objective(with_penalty(float(sum(values)), w), evaluate, eps)
+        eps = max(torch.finfo(each.dtype).eps for each in (problem.w, *values))
+        return Objective(problem.penalized(float(sum(values)), problem.w), evaluate, eps)
 
     def _loss_at(self, params: Params, w: Tensor) -> float:
         """Return what the closure calls ``backward`` on at other parameters."""
@@ -593,13 +628,7 @@ class NewtonCG(VectorOptimizer):
         return float(sum(values))
 
     def _adapted(
-        self,
-        factor: float,
-        added: float,
-        damping: float | Tensor,
-        ratio: float,
-        curved: float,
-        squared: float,
+        self, factor: float, added: float, damping: float | Tensor, ratio: float, step: Step
     ) -> tuple[float, float]:
         """Levenberg's and Marquardt's heuristic: more damping after a poor step, less after a good one."""
         change = self.param_groups[0]["change"]
@@ -607,21 +636,19 @@ class NewtonCG(VectorOptimizer):
         factor = min(max(factor * change, LEAST_FACTOR), MOST_FACTOR)
         is_zero = bool((damping == 0).any()) if isinstance(damping, Tensor) else damping == 0
         if ratio < POOR and is_zero:
-            return factor, _FIRST * abs(curved) / squared if squared > 0 else 0.0
+            squared = float(step.d.dot(step.d))
+            return factor, _FIRST * abs(step.curved) / squared if squared > 0 else 0.0
         return factor, added * change
 
-    def _described(
-        self, run: Solved, products: int, ratio: float, length: float, lr: float | Tensor
-    ) -> dict[str, Any]:
-        length *= float(lr.max()) if isinstance(lr, Tensor) else lr
+    def _described(self, run: Solved, ratio: float, length: float, lr: float | Tensor) -> dict[str, Any]:
         is_negative = run.result is Result.NEGATIVE_CURVATURE
         direction = "negative_curvature" if is_negative else self.whole
         return {
             "steps": run.steps,
-            "products": products,
+            "products": run.products + isinstance(lr, Tensor),  # one is of the step
             "ending": run.result.name,
             "ratio": ratio,
-            "length": length,
+            "length": length * (float(lr.max()) if isinstance(lr, Tensor) else lr),
             "direction": direction if length else "none",
         }
 
