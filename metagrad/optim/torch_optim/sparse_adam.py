@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from metagrad.core.tree import widened
 from metagrad.optim.first_order.adam import AdamRule
-from metagrad.optim.rule import Rule
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer, Work
-from metagrad.optim.torch_optim.state import ParameterState, apart, joined
-from metagrad.sparse.tables.row_sparse import RowSparse, gather_rows
+from metagrad.optim.torch_optim.sparse_gradients import step_rows
+from metagrad.optim.torch_optim.state import ParameterState
+from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupled")):
@@ -56,38 +52,3 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
             yield step_rows(rule, key, params[key], grads[key], kept[key])
         dense = ({key: each[key] for key in params if key not in tables} for each in (params, grads))
         yield from super()._moves(Work(group, *dense), rule, kept)
-
-
-def step_rows(rule: Rule, key: str, table: Tensor, gradient: Tensor, kept: ParameterState) -> Change:
-    """Compute a step of the rows of a table that were ever touched, which is what the dense rule moves.
-
-    The state has a slot ``rows``, int64 and ascending. Every other slot holds only these rows.
-    """
-    known = _known_rows(kept, table)
-    touched = (
-        gradient.rows if isinstance(gradient, RowSparse) else torch.arange(len(table), device=table.device)
-    )
-    rows = torch.unique(torch.cat([known, touched]))
-    values = {key: widened(table.index_select(0, rows))}
-    state = rule.init(values)
-    if "step" in kept:
-        state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))}, values)
-    own = gather_rows(gradient, rows, unique=True) if isinstance(gradient, RowSparse) else gradient
-    moved, state = rule.update({key: widened(own)}, state, values)
-    return Change({key: table}, moved, {key: {**apart(state, [key])[key], "rows": rows}}, rows)
-
-
-def _known_rows(kept: ParameterState, table: Tensor) -> Tensor:
-    """Return the rows that the state holds: of a table whose gradients were dense, all of them."""
-    if "step" not in kept:
-        return torch.empty(0, dtype=torch.int64, device=table.device)
-    return kept["rows"] if "rows" in kept else torch.arange(len(table), device=table.device)
-
-
-def _grown(fresh: object, key: str, kept: ParameterState, places: Tensor) -> ParameterState:
-    """Put what is kept of rows into the state of more of them."""
-    grown = dict(kept)
-    for field, value in fresh._asdict().items():  # type: ignore[attr-defined]
-        if isinstance(value, dict):
-            grown[field] = value[key].index_copy(0, places, kept[field]) if field in kept else value[key]
-    return grown

@@ -1,12 +1,16 @@
-"""Sparse gradients as optimizers read them."""
+"""Sparse gradients: as optimizers read them, and a step of the rows that they touch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from metagrad.core.tree import widened
+from metagrad.optim.rule import Rule
+from metagrad.optim.torch_optim.move import Change
+from metagrad.optim.torch_optim.state import ParameterState, apart, joined
 from metagrad.sparse.kernels.accumulation import coalesced
-from metagrad.sparse.tables.row_sparse import RowSparse
+from metagrad.sparse.tables.row_sparse import RowSparse, gather_rows
 
 
 def as_rows(gradient: Tensor) -> Tensor:
@@ -20,3 +24,38 @@ def as_rows(gradient: Tensor) -> Tensor:
         )
     gradient = coalesced(gradient.detach())
     return RowSparse(gradient.indices()[0], gradient.values(), gradient.shape)
+
+
+def step_rows(rule: Rule, key: str, table: Tensor, gradient: Tensor, kept: ParameterState) -> Change:
+    """Compute a step of the rows of a table that were ever touched, which is what the dense rule moves.
+
+    The state has a slot ``rows``, int64 and ascending. Every other slot holds only these rows.
+    """
+    known = _known_rows(kept, table)
+    touched = (
+        gradient.rows if isinstance(gradient, RowSparse) else torch.arange(len(table), device=table.device)
+    )
+    rows = torch.unique(torch.cat([known, touched]))
+    values = {key: widened(table.index_select(0, rows))}
+    state = rule.init(values)
+    if "step" in kept:
+        state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))}, values)
+    own = gather_rows(gradient, rows, unique=True) if isinstance(gradient, RowSparse) else gradient
+    moved, state = rule.update({key: widened(own)}, state, values)
+    return Change({key: table}, moved, {key: {**apart(state, [key])[key], "rows": rows}}, rows)
+
+
+def _known_rows(kept: ParameterState, table: Tensor) -> Tensor:
+    """Return the rows that the state holds: of a table whose gradients were dense, all of them."""
+    if "step" not in kept:
+        return torch.empty(0, dtype=torch.int64, device=table.device)
+    return kept["rows"] if "rows" in kept else torch.arange(len(table), device=table.device)
+
+
+def _grown(fresh: object, key: str, kept: ParameterState, places: Tensor) -> ParameterState:
+    """Put what is kept of rows into the state of more of them."""
+    grown = dict(kept)
+    for field, value in fresh._asdict().items():  # type: ignore[attr-defined]
+        if isinstance(value, dict):
+            grown[field] = value[key].index_copy(0, places, kept[field]) if field in kept else value[key]
+    return grown
