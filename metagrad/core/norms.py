@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metagrad.core.attention import unfused_attention
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.tree import widened
 
@@ -184,13 +184,18 @@ class composite_norms(Dispatch):  # noqa: N801, used as a function is
         super().__init__(_COMPOSITES)
 
 
+def unfused_attention() -> contextlib.AbstractContextManager[None]:
+    """Choose the kernel of attention that has derivatives of every order, within a ``with`` block."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 @contextlib.contextmanager
 def every_order() -> Generator[None]:
     """Call functions of torch whose derivatives are right at every order, in place of those whose are not.
 
     Norms are written out, and attention is not fused, within a ``with`` block.
     """
-    with unfused_attention, composite_norms():
+    with unfused_attention(), composite_norms():
         yield
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-Namespace: TypeAlias = "dict[str, Any]"
-"""Where a module keeps its parameters, or its buffers."""
+from metagrad.core.reach import Place, placed
 
 
 def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -18,9 +16,9 @@ def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> contextlib.Abstr
     :func:`torch.func.functional_call` does not restore the parameters of a module that occurs twice in a model
     (torch 2.13).
     """
-    return put(
+    return placed(
         [
-            (module._parameters, name, values[id(param)])
+            (Place(module._parameters, name), values[id(param)])
             for module in model.modules()
             for name, param in module._parameters.items()
             if id(param) in values
@@ -32,8 +30,8 @@ class Slots:
     """The parameters and buffers of modules as they are now, to be substituted in later calls."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._slots: list[tuple[Namespace, str, Tensor]] = [
-            (kept, name, tensor)
+        self._slots: list[tuple[Place, Tensor]] = [
+            (Place(kept, name), tensor)
             for root in modules
             for module in root.modules()
             for kept in (module._parameters, module._buffers)
@@ -44,28 +42,15 @@ class Slots:
     @property
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers."""
-        return [tensor for _, _, tensor in self._slots]
+        return [tensor for _, tensor in self._slots]
 
     def exchanged(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Substitute other tensors for those with these ids, within a ``with`` block."""
-        return put([(k, n, exchange[id(t)]) for k, n, t in self._slots if id(t) in exchange])
+        return placed([(place, exchange[id(t)]) for place, t in self._slots if id(t) in exchange])
 
     def restored(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Put all the tensors back within a ``with`` block, or the given ones for those with these ids."""
-        return put([(k, n, exchange.get(id(t), t)) for k, n, t in self._slots])
-
-
-@contextlib.contextmanager
-def put(slots: Sequence[tuple[Namespace, str, Tensor]]) -> Generator[None]:
-    """Set entries of dicts within a ``with`` block, and restore what was there."""
-    before = [(kept, name, kept.get(name)) for kept, name, _ in slots]
-    try:
-        for kept, name, tensor in slots:
-            kept[name] = tensor
-        yield
-    finally:
-        for kept, name, tensor in before:
-            kept[name] = tensor
+        return placed([(place, exchange.get(id(t), t)) for place, t in self._slots])
 
 
 @contextlib.contextmanager

@@ -8,9 +8,8 @@ derivative would store everything after all.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,47 +36,24 @@ class TensorFunction(Protocol):
         ...
 
 
-class Backward(NamedTuple):
-    """What the backward pass of a call is given.
-
-    Attributes:
-        tensors: The operands of the call.
-        kept: The tensors that the forward pass kept for it.
-        needed: For which of the operands a cotangent is needed.
-        cotangents: Those of the results; None where there is none.
-    """
-
-    tensors: Sequence[Tensor]
-    kept: Sequence[Tensor]
-    needed: Sequence[bool]
-    cotangents: Sequence[Tensor | None]
-
-
-Look = Callable[["Sequence[Tensor | None]", "Sequence[Tensor | None]"], "Sequence[Tensor | None]"]
-"""Cotangents of results and of operands to those of the operands: looks at them, and may exchange them."""
-
-Pull = Callable[[Backward], "Sequence[Tensor | None]"]
-"""A backward pass, to a cotangent for each of the operands."""
-
-
 def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     """Call ``fn(*args, **kwargs)``, keeping its inputs and recomputing everything else when differentiated.
 
-    Exact at every order, and recomputes at every order: the gradient's own graph (``create_graph=True``) is
-    not stored either. The recomputation sees what the call saw: the random numbers of torch, NumPy and Python;
-    autocast, and the flags of torch that choose dtypes and kernels; the same free tensors, such as the weights that
-    :func:`torch.func.functional_call` put into a module for the duration of an outer call; and of the modules that
-    ``fn`` can reach their flags, numbers and buffers, which it leaves as it finds them. Buffers that are written in
-    place, through ``.data`` or by batch normalisation, or bound anew, are updated once.
+    It is exact at every order, and recomputes at every order: the graph of a gradient (``create_graph=True``) is not
+    stored either. The recomputation sees what the call saw:
 
-    A recomputation that does not repeat the call is an error: it is compared by the torch functions that were called,
-    with all arguments that are not tensors, by which tensors they were handed, and by the values of the results.
+    - the random numbers of torch, NumPy and Python, and of generators that ``fn`` can reach;
+    - autocast, and the flags of torch that choose dtypes and kernels;
+    - the tensors that ``fn`` can reach through its closure, its defaults, globals, modules and other objects, such as
+      the weights that :func:`torch.func.functional_call` put into a module for the duration of an outer call;
+    - the flags, numbers, containers and buffers of the modules that ``fn`` can reach, which it leaves as it finds
+      them. Buffers that are written in place or bound anew are updated once.
 
-    A call that does what an earlier one did is not run again: where torch functions, constants, shapes and the places
-    that tensors come from are the same, so are the operations of the derivative, which are kept.
+    A recomputation that does not repeat the call raises an error. Its results are compared, and the kinds and number
+    of the operations in their graph.
 
     A tensor that leaves ``fn`` by another way than its return value (an attribute, a list, also one that is an
-    argument) keeps its own graph, so that its gradient is right as well; that graph is stored.
+    argument) keeps its own graph, so that its gradient is right as well. That graph is stored.
 
     Args:
         fn: A function of trees of tensors, or a module, that repeats its computation when it is called again.
@@ -88,19 +64,18 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
         What ``fn`` returns: a tree of tensors and constants.
 
     Raises:
-        ValueError: ``fn`` writes in place into its arguments or into a tensor that requires grad, or reads a
-            tensor that requires grad only inside a custom ``autograd.Function`` or a ``torch.func`` transform.
+        ValueError: ``fn`` writes in place into its arguments, into a tensor that requires grad, or into a tensor of
+            more than 16384 entries that it did not make.
         RuntimeError: On differentiation, if something ``fn`` reads was modified in place since, or if ``fn`` does
             not repeat what it did.
 
     Note:
-        A change is not detected if it shows neither in the arguments of torch functions nor in the results: a number
-        that only a hook or the backward of a custom ``autograd.Function`` reads when it runs; or an entry that
-        changes, other than by a torch function, in an argument or a result of more than 16384 entries, of which a few
-        are compared.
+        A change is not detected if it shows neither in the results nor in the operations that are differentiable: a
+        number that only a hook reads, a number that scales a result of zero, or one by which a gradient inside ``fn``
+        is scaled that the results do not show.
         Numbers are compared bit by bit in one thread of a CPU and under :func:`torch.use_deterministic_algorithms`,
         and elsewhere to rounding. Side effects of ``fn`` on objects that are neither modules nor lists and dicts
-        among the arguments (it appends to a list of its own, it counts) happen again at each recomputation.
+        among the arguments (it appends to a list of its own) happen again at each recomputation.
 
         Inside a ``torch.func`` transform (``vmap``, ``grad``, ...) and in forward mode ``fn`` is called without
         recomputation and its graph is stored, with a warning: put the checkpoint around the transform.
@@ -154,35 +129,16 @@ def cannot_recompute() -> str | None:
 def attach(
     call: TensorFunction, tensors: Sequence[Tensor], outputs: Sequence[Tensor], structure: Structure
 ) -> Tree:
-    """Put the known outputs of a call on the tape, as a recomputed function of its tensors."""
-    return structure.fill(attached(call, tensors, outputs))
+    """Put the known outputs of a call on the tape, as a recomputed function of its tensors.
 
-
-def attached(
-    call: TensorFunction,
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    *,
-    kept: Sequence[Tensor] = (),
-    pull: Pull | None = None,
-    look: Look | None = None,
-) -> Sequence[Tensor]:
-    """Put the known outputs of a call on the tape; those that do not require grad are constants.
-
-    Args:
-        call: The function, which is recomputed for its derivatives.
-        tensors: What it can be differentiated with respect to.
-        outputs: What it returned for them.
-        kept: Tensors to keep for ``pull``.
-        pull: Returns a cotangent for each of the tensors, where that is not to be differentiated again.
-        look: Looks at the cotangents of the tensors that ``pull`` does not return.
+    Outputs that do not require grad are constants.
     """
-    return _Recomputed.apply(call, outputs, kept, pull, look, *tensors)
+    return structure.fill(_Recomputed.apply(call, outputs, *tensors))
 
 
 def recomputed(call: TensorFunction, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Run a call so that only its operands are kept for its derivatives."""
-    return _Recomputed.apply(_Repeatable(call), None, (), None, None, *operands)
+    return _Recomputed.apply(_Repeatable(call), None, *operands)
 
 
 class Vjp:
@@ -259,8 +215,6 @@ def vjp(
 ) -> list[Tensor | None]:
     """Compute the vector-Jacobian product of a call, recomputing it; differentiable where grad mode is on.
 
-    A call may define its own vector-Jacobian product, as a method ``product``.
-
     Returns:
         One cotangent for each of ``tensors``; None where it is not needed, or the results do not depend on it.
     """
@@ -268,8 +222,7 @@ def vjp(
     present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
     result: list[Tensor | None] = [None] * len(tensors)
     if wanted and present:
-        make = getattr(call, "product", functools.partial(Vjp, call))
-        product = make(len(tensors), wanted, present)
+        product = Vjp(call, len(tensors), wanted, present)
         operands = [*tensors, *(c for c in cotangents if c is not None)]
         grads = recomputed(product, operands) if torch.is_grad_enabled() else product(operands)
         for index, gradient in zip(wanted, grads, strict=True):
@@ -288,8 +241,6 @@ class _CallContext(Context, Protocol):
     """What the derivatives of a call have."""
 
     call: TensorFunction
-    pull: Pull | None
-    look: Look | None
 
 
 class _Recomputed(Function):
@@ -297,17 +248,11 @@ class _Recomputed(Function):
 
     @staticmethod
     def forward(
-        ctx: _CallContext,
-        call: TensorFunction,
-        outputs: Sequence[Tensor] | None,
-        kept: Sequence[Tensor],
-        pull: Pull | None,
-        look: Look | None,
-        *tensors: Tensor,
+        ctx: _CallContext, call: TensorFunction, outputs: Sequence[Tensor] | None, *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.pull, ctx.look = call, pull, look
-        ctx.save_for_backward(*tensors, *kept)
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
         if outputs is None:
             return tuple(call(tensors))
         results = tuple(output.detach() for output in outputs)
@@ -318,20 +263,11 @@ class _Recomputed(Function):
 
     @staticmethod
     def backward(ctx: _CallContext, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[5:]
-        saved = ctx.saved_tensors
-        backward = Backward(saved[: len(needed)], saved[len(needed) :], needed, cotangents)
-        if ctx.pull is None or torch.is_grad_enabled():
-            grads = vjp(ctx.call, backward.tensors, needed, cotangents)
-            grads = grads if ctx.look is None else ctx.look(cotangents, grads)
-        else:
-            grads = ctx.pull(backward)
-        return (None, None, None, None, None, *grads)
+        return (None, None, *vjp(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[2:], cotangents))
 
     @staticmethod
     def nodes_inside(ctx: _CallContext) -> Iterator[Node]:
         """Walk the graph of the call, which is run again for that."""
         with torch.enable_grad():
-            inputs = [fresh_leaf(tensor) for tensor in ctx.saved_tensors[: len(ctx.needs_input_grad[5:])]]
-            outputs = ctx.call(inputs)
+            outputs = ctx.call([fresh_leaf(tensor) for tensor in ctx.saved_tensors])
         return graph_nodes([output for output in outputs if output is not None])

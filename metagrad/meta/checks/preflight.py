@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
-from metagrad.core.attention import unfused_attention
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import is_a, is_list_or_tuple, is_mapping
 from metagrad.core.modules import ModuleSnapshot, check_substitutable
+from metagrad.core.norms import unfused_attention
 from metagrad.core.structured import restored, structured
 from metagrad.memory.tracker import MemoryTracker
 from metagrad.meta.algorithm import Algorithm, MetaOutput
@@ -259,7 +259,7 @@ def _are_examples(part: Any) -> bool:
 
 def _report(request: _Request) -> Preflight:
     subject, order = request.subject, request.order
-    with contextlib.nullcontext() if request.maml is None else unfused_attention:
+    with contextlib.nullcontext() if request.maml is None else unfused_attention():
         found, notes = _derivatives(subject, order)
         found += _slow(request)
         memory: dict[str, MemoryCost] = {}

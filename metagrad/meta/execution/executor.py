@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from metagrad.core import _torch
 from metagrad.core._torch import named_modules
-from metagrad.core.attention import unfused_attention
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleSnapshot, buffer_versions
+from metagrad.core.norms import unfused_attention
 from metagrad.core.reach import Reached
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
 from metagrad.meta.execution.nonfinite import GradientCheck, Learned, Nonfinite, finite_tasks, merged
@@ -140,7 +140,7 @@ class TaskExecutor:
             )
 
     def _attention(self) -> contextlib.AbstractContextManager[object]:
-        return unfused_attention if self.inner.differentiates_gradients else contextlib.nullcontext()
+        return unfused_attention() if self.inner.differentiates_gradients else contextlib.nullcontext()
 
     def compute(self, params: Params, rule: Rule, tasks: Tasks, chunk: int) -> Evaluation | Adaptation:
         """Compute tasks, ``chunk`` at a time; 1 means one by one, without vmap."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from metagrad.core import _torch
 from metagrad.core._torch import at_least_2d, named_modules
 from metagrad.core.dispatch import Dispatch
+from metagrad.core.reach import Place, placed
 from metagrad.core.structured import Nested
-from metagrad.core.substitution import put
 from metagrad.core.tree import tree_map, widened
 
 Norm = Literal["transductive", "support", "running", "per_step", "per_step_transductive"]
@@ -260,7 +260,7 @@ class NormPass:
     def without_counters(self) -> contextlib.AbstractContextManager[None]:
         """Let modules not count their calls, which are counted once for all tasks."""
         counting = (m._buffers for m in self.norms.layers.values() if "num_batches_tracked" in m._buffers)
-        return put([(buffers, "num_batches_tracked", None) for buffers in counting])  # type: ignore[list-item]
+        return placed([(Place(buffers, "num_batches_tracked"), None) for buffers in counting])
 
     def collect(self, found: Sequence[tuple[str, float]], moments: Sequence[Moments]) -> None:
         """Hand the statistics of a call of the model on, where running ones are to move."""

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from metagrad.core import _torch
 from metagrad.core._torch import has_hooks
-from metagrad.core.attention import unfused_attention
 from metagrad.core.dispatch import Dispatch
+from metagrad.core.norms import unfused_attention
 from metagrad.core.structured import Nested, Structured, call_on, restored, structured
 from metagrad.core.substitution import replaced
 from metagrad.core.tree import widened
@@ -340,7 +340,7 @@ def _without_padding(vectors: Tensor, ids: Tensor, padding: int) -> Tensor:
 def _attention(function: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Attend in all tasks at once, which torch.vmap (2.13) cannot by the fused kernel of CPUs."""
     is_fused = query.device.type == "cpu" and not torch.compiler.is_compiling()
-    with unfused_attention if is_fused else contextlib.nullcontext():
+    with unfused_attention() if is_fused else contextlib.nullcontext():
         return function(query, *args, **kwargs)
 
 

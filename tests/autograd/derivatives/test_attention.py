@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 
 import pytest
@@ -14,7 +13,6 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metagrad as mg
-from metagrad.core.attention import unfused_attention
 
 
 class Attention(nn.Module):
@@ -120,21 +118,3 @@ def test_an_optimizer_and_preflight(problem):
     optimizer.step(closure)
     maml = mg.MAML(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=1)
     assert "missing" not in str(mg.preflight(maml, ((xs, ys), (xs, ys))))
-
-
-def test_the_choice_of_kernels_is_taken_back_by_the_last_that_leaves():
-    before, inside, leave = permitted(), threading.Event(), threading.Event()
-
-    def other():
-        with unfused_attention:
-            inside.set()
-            leave.wait()
-
-    thread = threading.Thread(target=other)
-    with unfused_attention:
-        thread.start()
-        inside.wait()
-    assert permitted() == [False, False, False, True]
-    leave.set()
-    thread.join()
-    assert permitted() == before
