@@ -121,7 +121,7 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_every_public_function_has_an_example_and_every_class_or_what_makes_it():
-    assert len(PUBLIC) > 200
+    assert len(PUBLIC) > 120
     without = PUBLIC - WITH_EXAMPLES
     functions = {value for value in without if inspect.isroutine(value)}
     classes = {
@@ -219,5 +219,5 @@ def test_every_public_name_begins_with_one_sentence():
 
 def test_every_method_of_the_literature_names_its_source():
     methods = {value for value in PUBLIC if is_method(value)}
-    assert len(methods) > 60
+    assert len(methods) > 40
     assert not sorted(value.__name__ for value in methods if section(value, "References") is None)
