@@ -27,6 +27,12 @@ class Averaged(Wrapped):
 
     Raises:
         ValueError: In a product, the processes multiply different vectors.
+
+    Example:
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with metagrad.curvature.hessian((w**3).sum(), {"w": w}) as H:
+        ...     metagrad.curvature.Averaged(H) @ torch.ones(2)  # one process: nothing changes
+        tensor([ 6., 12.])
     """
 
     def __init__(self, operator: Operator, group: ProcessGroup | None = None) -> None:
@@ -34,9 +40,12 @@ class Averaged(Wrapped):
         self.group = group
 
     def _products(self, vectors: Tensor) -> Tensor:
+        products = self.operator.products(vectors).detach()
+        if self.group is None and not dist.is_initialized():
+            return products
         weights = torch.arange(1, self.space.size + 1, device=self.device).to(self.dtype).cos()
         mark = vectors.detach() @ weights
-        message = torch.cat([self.operator.products(vectors).detach(), mark.unsqueeze(1)], 1)
+        message = torch.cat([products, mark.unsqueeze(1)], 1)
         cast("Any", dist).all_reduce(message, group=self.group)
         message = message / dist.get_world_size(self.group)
         bound = torch.finfo(self.dtype).eps ** 0.5 * linalg.vector_norm(vectors.detach(), dim=1)
