@@ -1,4 +1,4 @@
-"""AdaHessian: Adam whose second moment is that of the Hessian's diagonal."""
+"""AdaHessian: Adam with the squared diagonal of the Hessian as second moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_numb
 
 
 class AdaHessian(DiagonalOptimizer):
-    r"""Optimize by AdaHessian: Adam whose second moment is that of the Hessian's diagonal.
+    r"""Optimize by AdaHessian: Adam with the squared diagonal of the Hessian as second moment.
 
     .. math::
         D_t &= \frac{1}{S} \sum_{s=1}^{S} z_s \odot H_t z_s, \qquad z_s \in \{-1, 1\}^n \\
@@ -41,7 +41,7 @@ class AdaHessian(DiagonalOptimizer):
         maximize: Climb: take the gradient with the other sign; weights decay all the same.
         nonfinite: If the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they are,
             and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
-        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
+        seed: Seed of the random numbers. A step's follow from it and the number of the step. None takes
             ``torch.initial_seed()``.
 
     Raises:

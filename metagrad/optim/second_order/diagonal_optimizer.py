@@ -94,8 +94,8 @@ def gauss_newton_diagonal(
 class DiagonalOptimizer(CurvatureOptimizer):
     """An optimizer that divides by an estimate of a diagonal, which is made in the backward pass.
 
-    So of micro-batches one graph is alive at a time. The probes are those of the step, and the estimates of
-    micro-batches add up to that of the whole batch.
+    So one graph of a micro-batch is alive at a time. All micro-batches of a step draw the same probes, and their
+    estimates add up to the estimate of the whole batch.
     """
 
     counts = ("samples",)

@@ -17,14 +17,14 @@ from metagrad.core._torch import linalg
 
 
 class Factors(NamedTuple):
-    """The two factors of a block of the Fisher matrix, or what is made of each."""
+    """The two factors of a block of the Fisher matrix, or a matrix made of each."""
 
     inputs: Tensor  # A, [inputs, inputs]
     outputs: Tensor  # G, [outputs, outputs]
 
 
 class Sums(NamedTuple):
-    """Sums over the rows of some examples, from which factors are made; those of two batches add up."""
+    """Sums over the rows of some examples, from which factors are made. Sums of two batches add up."""
 
     inputs: Tensor  # of a a^T, [inputs, inputs]
     outputs: Tensor  # of g g^T, [outputs, outputs]
@@ -53,7 +53,7 @@ def factors_of(sums: Sums, weight: float) -> Factors:
     Args:
         sums: Over all examples of a step.
         weight: The factor :math:`w`: N for the gradients of a mean over examples, which have a factor :math:`1 / N`
-            each, so that :math:`w \sum_n g_n g_n^\top` is an average over examples; 1 for those of a sum.
+            each, so that :math:`w \sum_n g_n g_n^\top` is an average over examples; 1 for the gradients of a sum.
 
     Example:
         >>> from metagrad.optim.second_order.factors import Sums, factors_of
@@ -71,7 +71,7 @@ def factors_of(sums: Sums, weight: float) -> Factors:
 
 
 def split_damping(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
-    r"""Split a damping into what is added to the eigenvalues of each factor.
+    r"""Split a damping into an addend to the eigenvalues of each factor.
 
     .. math:: \pi \sqrt{\gamma}, \quad \sqrt{\gamma} / \pi, \qquad
               \pi = \sqrt{\frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G}}

@@ -149,8 +149,8 @@ class KFAC(CurvatureOptimizer):
         kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over all parameters of a group, :math:`\kappa`. A
             longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which would carry steps
             beyond the limit. None: no limit.
-        fisher: Of what labels: ``"empirical"``, those of the data, or ``"sampled"``, drawn from the model, for losses
-            of known form.
+        fisher: The labels: ``"empirical"`` takes the labels of the data, ``"sampled"`` draws them from the model, for
+            losses of known form.
         loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
             ``"empirical"``.
         eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC);
@@ -161,7 +161,7 @@ class KFAC(CurvatureOptimizer):
             counted in ``opt.stats``.
         params: Groups of the model's parameters, with hyper-parameters of their own; those left out stay. A layer
             follows the group of its weight; a bias in another group moves along the plain gradient.
-        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
+        seed: Seed of the random numbers. A step's follow from it and the number of the step. None takes
             ``torch.initial_seed()``.
 
     Raises:
@@ -274,7 +274,7 @@ class KFAC(CurvatureOptimizer):
             self._calls.pop(name, None)
             self._sums.pop(name, None)
         if not group["eigen"]:
-            self._reduce(name)  # a micro-batch before: what is left of it are sums
+            self._reduce(name)  # of a micro-batch before, only sums are kept
             self._calls.pop(name, None)
         waiting = self._waiting.setdefault(name, weakref.WeakSet())
         call = ObservedCall(inputs.detach(), weakref.WeakSet(waiting))
@@ -311,7 +311,7 @@ class KFAC(CurvatureOptimizer):
             yield layer_rows(layer, call.inputs, call.gradient, has_bias=self._bias_of(layer) is not None)
 
     def _bias_of(self, layer: Layer) -> Tensor | None:
-        """Return the bias of a layer if it is trained in the group of the weight, as that of one more input."""
+        """Return the bias of a layer if it is trained in the group of the weight, as the weight of one more input."""
         bias = layer.bias
         if bias is None or not bias.requires_grad or self._group_of(bias) is not self._group_of(layer.weight):
             return None

@@ -28,7 +28,7 @@ class History:
 
     Args:
         moves: The differences s, oldest first, ``[k, n]``.
-        changes: The differences y, likewise.
+        changes: The differences y, ``[k, n]``.
         products: The upper triangle of s_i^T y_j, ``[k, k]``.
 
     Example:
@@ -128,7 +128,7 @@ class LBFGS(VectorOptimizer):
     made. It returns the loss at its beginning, and leaves the gradient there in ``.grad``. Without a closure, after
     ``loss.backward()``, a step is one iteration, with gradients that may be clipped or accumulated.
 
-    Closures are those of torch: they write gradients and return the loss, which is what the line search descends.
+    Closures are as torch's: they write gradients and return the loss, which the line search descends.
     Names and defaults are torch's, but for the line search, which is on.
 
     Args:

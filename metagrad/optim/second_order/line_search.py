@@ -51,7 +51,7 @@ def strong_wolfe(
         max_eval: How often ``along`` is called at most.
 
     Returns:
-        The point; if the conditions were not met, that of the least value that was found, or ``start``.
+        The point. If the conditions were not met, the point with the least value found, or ``start``.
 
     Example:
         >>> from metagrad.optim.second_order.line_search import Point, strong_wolfe

@@ -150,7 +150,7 @@ def conjugate_gradients(
 ) -> Solved:
     r"""Minimize :math:`\phi(x) = x^\top A x / 2 - b^\top x` by conjugate gradients.
 
-    They end at a residual of ``rtol`` times that of 0, by Martens' rule, or at a direction :math:`p` with
+    They end at a residual of ``rtol`` times the norm of ``b``, by Martens' rule, or at a direction :math:`p` with
     :math:`\kappa = p^\top A p / p^\top p \le 0`. Along that direction they take one more step, of the length that
     :math:`|\kappa|` gives, so that the model falls all the same.
 
@@ -243,7 +243,7 @@ class Objective:
         self.before, self.evaluate, self.slack = before, evaluate, 10 * eps * abs(before)
 
     def ratio(self, after: float, predicted: float) -> float:
-        """Divide the reduction of the loss by that of the model.
+        """Divide the reduction of the loss by the reduction of the model.
 
         Both are taken with what may be rounding, so that a step at convergence has the ratio 1 (Conn, Gould, Toint,
         "Trust-region methods", 2000, section 17.4.2). A loss that is not finite has the ratio minus infinity, and so
@@ -315,7 +315,7 @@ class NewtonCG(VectorOptimizer):
         maximize: Climb.
         nonfinite: If the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they are,
             and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
-        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
+        seed: Seed of the random numbers. A step's follow from it and the number of the step. None takes
             ``torch.initial_seed()``.
 
     Raises:
@@ -398,8 +398,8 @@ class NewtonCG(VectorOptimizer):
 
         Args:
             closure: Computes the loss and its gradients, and returns the loss; it is called again for the loss alone.
-            curvature: A closure of the same form for a part of the data, whose curvature is taken in place of that of
-                all.
+            curvature: A closure of the same form for a part of the data, whose curvature replaces the curvature of all
+                data.
 
         Returns:
             What the closure returned at its first call, without its graph.
@@ -661,7 +661,7 @@ class GaussNewton(NewtonCG):
 
     with the Jacobian :math:`J` of the model's outputs and the Hessian :math:`H_L` of the loss in them; for squares,
     that is nonlinear least squares. With ``matrix="fisher"``, :math:`H_L` is the Fisher matrix of the likelihood that
-    the loss is the negative logarithm of, which makes it natural gradient descent. Damping and length are those of
+    the loss is the negative logarithm of, which makes it natural gradient descent. Damping and length are as in
     :class:`NewtonCG`. Marquardt refuses a step that does not descend, and solves again. Here the products of the
     solve are what costs, so its direction is kept, and the length is shortened.
 

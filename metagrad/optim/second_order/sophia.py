@@ -48,7 +48,7 @@ class SophiaH(DiagonalOptimizer):
         maximize: Climb: take gradient and curvature with the other sign; weights decay all the same.
         nonfinite: If the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they are,
             and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
-        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
+        seed: Seed of the random numbers. A step's follow from it and the number of the step. None takes
             ``torch.initial_seed()``.
 
     Raises:

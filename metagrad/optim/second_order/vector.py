@@ -33,13 +33,13 @@ class VectorOptimizer(CurvatureOptimizer):
     r"""An optimizer that moves all parameters as one vector, along one direction :math:`d`.
 
     The step of a group is :math:`\eta d` with its own step size. If such a step would climb, all groups take the
-    least step size. A group whose step size is 0 stays where it is, and the direction is that of the others. Groups
+    least step size. A group whose step size is 0 stays where it is, and the others take their own direction. Groups
     may differ in ``own_to_groups`` and in nothing else.
 
     Weight decay :math:`\gamma` is part of the objective, which is the loss with :math:`\gamma |w|^2 / 2`. What
     ``step`` returns is the loss alone.
 
-    While the closure is called again, random numbers (dropout) are those of its first call. Afterwards ``.grad`` is
+    While the closure is called again, random numbers (dropout) repeat its first call. Afterwards ``.grad`` is
     what the first call left, and buffers of modules (running statistics of BatchNorm) are put back. What else a
     closure counts or writes, it does at every call.
     """
@@ -174,7 +174,7 @@ class ModuleBuffers:
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
-        """Undo what happens to the buffers meanwhile, whether they are written in place or set anew."""
+        """Undo what happens to the buffers meanwhile, whether they are written in place or replaced."""
         bound = [
             (module._buffers, dict(module._buffers)) for module in self._modules.values() if module._buffers
         ]
