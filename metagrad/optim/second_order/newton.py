@@ -398,7 +398,7 @@ class NewtonCG(VectorOptimizer):
 
         Args:
             closure: Computes the loss and its gradients, and returns the loss; it is called again for the loss alone.
-            curvature: A closure of the same form for a part of the data, whose curvature replaces the curvature of all
+            curvature: A closure of the same form for a part of the data, whose curvature replaces that of all
                 data.
 
         Returns:
