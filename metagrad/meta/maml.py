@@ -221,7 +221,8 @@ class MAML(nn.Module):
         """Assign an attribute, to be checked by the next call."""
         self.__dict__["_is_checked"] = False
         # A module that adapts is a part of the model already, and not registered again.
-        super().__setattr__(name, (value,) if name == "adapted" and isinstance(value, nn.Module) else value)
+        kept: Any = (value,) if name == "adapted" and isinstance(value, nn.Module) else value
+        super().__setattr__(name, kept)
         if name in ("model", "loss_fn", "task_chunk") and "_stacking" in self.__dict__:
             self._forget()
 
@@ -298,7 +299,7 @@ class MAML(nn.Module):
         predict = functools.partial(_predicted, Slots([self.model]), predict)
         return Adapted(params, losses, used, skipped, predict, rows)
 
-    def _probe(self, memory: Memory) -> MAML:
+    def keeping(self, memory: Memory) -> MAML:
         """Return one of the same modules and arguments that stores something else, and compiles nothing."""
         other = copy.copy(self)
         other.memory, other._compile = memory, None

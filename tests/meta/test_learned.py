@@ -151,26 +151,6 @@ def test_hyperparameters_for_each_parameter_keep_their_names_and_survive_copies(
         assert float(maml.inner_lr_0_weight.detach().min()) == 0.1
 
 
-def test_names_that_differ_in_a_dot_alone_are_two_parameters():
-    model = nn.Module()
-    model.a, model.a_b = nn.Module(), nn.Parameter(torch.ones(()))
-    model.a.b = nn.Parameter(torch.ones(()))
-    values = {"a.b": nn.Parameter(torch.tensor(0.1)), "a_b": nn.Parameter(torch.tensor(0.2))}
-    maml = mg.MAML(model, F.mse_loss, inner=rules.sgd(lr=values), steps=1)
-    assert maml.inner.lr["a.b"] is not maml.inner.lr["a_b"]
-    assert maml.inner.lr["a_b"] is values["a_b"]
-
-
-def test_a_rule_that_is_assigned_takes_the_place_of_the_old_one(regression):
-    maml = learned()
-    maml.inner = rules.adam(lr=nn.Parameter(torch.tensor(0.05).double()), eps=1e-3)
-    assert [name for name, _ in maml.named_parameters() if name.startswith("inner")] == ["inner_lr"]
-    expected = mg.MAML(net(), F.mse_loss, inner=rules.adam(lr=0.05, eps=1e-3), steps=2)
-    torch.testing.assert_close(maml(regression).loss, expected(regression).loss)
-    maml.inner = rules.sgd(lr=0.1)
-    assert not [name for name, _ in maml.named_parameters() if name.startswith("inner")]
-
-
 CHANGED = {
     "order": 1,
     "steps": 3,
@@ -203,32 +183,6 @@ def test_attributes_are_read_at_each_call(regression, name, compile):
         torch.autograd.grad(loss, list(maml.model.parameters())),
         torch.autograd.grad(reference, list(model.parameters())),
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("order", 3, "expected 1"),
-        ("steps", -1, "steps must be 0"),
-        ("memory", "often", "memory"),
-        ("nonfinite", "?", "skip"),
-    ],
-)
-def test_attributes_that_mean_nothing_are_refused_at_the_next_call(regression, name, value, message):
-    maml = learned()
-    setattr(maml, name, value)
-    with pytest.raises(ValueError, match=message):
-        maml(regression)
-
-
-def test_parameters_frozen_since_construction(regression, textbook):
-    maml = mg.MAML(net(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=2)
-    maml.model[0].requires_grad_(False)
-    expected = textbook(maml.model, F.mse_loss, regression, lr=0.1, steps=2).mean()
-    torch.testing.assert_close(maml(regression).loss, expected)
-    maml.model.requires_grad_(False)
-    with pytest.raises(ValueError, match="no parameter of the model requires grad"):
-        maml(regression)
 
 
 class Tempered(nn.Module):

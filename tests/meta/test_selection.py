@@ -165,25 +165,6 @@ def test_shared_parameters_get_the_gradient_of_a_plain_loop(
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("memory", ["full", "step"])
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_functional_call_reaches_shared_parameters(textbook, regression, task_chunk, memory):
-    maml = maml_of(net(), "head", task_chunk=task_chunk, memory=memory)
-    model = net()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.1)
-    values = {f"model.{name}": p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    loss = functional_call(maml, values, (regression,)).loss
-    expected = textbook(model, F.mse_loss, regression, lr=0.3, steps=2, names=HEAD)
-    found = torch.autograd.grad(loss, list(values.values()))
-    wanted = torch.autograd.grad(expected.mean(), [p for _, p in model.named_parameters()])
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-    if memory == "full":
-        of_transform = torch.func.grad(lambda v: functional_call(maml, v, (regression,)).loss)(values)
-        torch.testing.assert_close(list(of_transform.values()), list(wanted), rtol=1e-9, atol=1e-12)
-
-
 class Adapts(nn.Module):
     """Calls `adapt`, so that other values of parameters are gone when the adapted model is called."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -171,7 +171,7 @@ def _check_rule(rule: Rule) -> None:
 def _decays(rule: Any) -> Iterator[Any]:
     """Yield the weight decay of a rule, and of the rules that it is made of."""
     if isinstance(rule, (tuple, list)):
-        for part in rule:
+        for part in cast("Iterable[Any]", rule):
             yield from _decays(part)
     elif dataclasses.is_dataclass(rule) and not isinstance(rule, type):
         for field in dataclasses.fields(rule):

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from metagrad.core.checks import check_count
+from metagrad.core.checks import check_count, is_a, is_list_or_tuple
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import Norm
 from metagrad.meta.objective.task_loss import LossFn
@@ -143,19 +143,19 @@ class MAMLPlusPlus(MAML):
     query_weights: QueryWeights | None = _annealed(_query_weights_now, "_query_weights")
 
 
-def _check_query_weights(weights: object, steps: int) -> None:
+def _check_query_weights(weights: Any, steps: int) -> None:
     """Raise for what is not a weight for each of the steps, and for weights that are all zero."""
     if weights is None:
         return
     call = "MAMLPlusPlus(..., query_weights)"
-    if not isinstance(weights, (list, tuple, Tensor)) or len(weights) != steps:
+    if not (is_list_or_tuple(weights) or is_a(weights, Tensor)) or len(weights) != steps:
         raise ValueError(
             f"{call}: expected a sequence with a weight for each of {steps} steps, got {weights!r}."
         )
-    numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
+    numbers: list[Any] = [weight for weight in weights if not isinstance(weight, Tensor)]
     if not all(isinstance(weight, (int, float)) and 0 <= weight < math.inf for weight in numbers):
         raise ValueError(f"{call}: weights must be finite and at least 0, got {weights!r}.")
-    if not isinstance(weights, Tensor) and not any(isinstance(w, Tensor) or w for w in weights):
+    if len(numbers) == steps and not any(numbers):
         raise ValueError(
             f"{call}: all weights are 0, so that nothing is learned. Give the last step a weight."
         )

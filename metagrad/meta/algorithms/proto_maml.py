@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ class ProtoMAML(MAML):
 
     def _start(self, model: nn.Module, params: Params, tasks: Tasks, stacked: bool) -> Params:
         """Return weight and bias of the head, in each task."""
-        compute = functools.partial(self._prototypes, model, params)
+        assert isinstance(tasks.support_y, Tensor)
+        compute: Callable[..., Params] = functools.partial(self._prototypes, model, params)
         compute = vmapped(compute) if stacked else compute
         tables = {name: embedding(rows, params[name]) for name, rows in tasks.rows.items()}
         return compute(tasks.rows, tables, tasks.support_x, tasks.support_y)

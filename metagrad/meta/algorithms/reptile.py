@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from metagrad.core import _torch
-from metagrad.core._torch import Function
-from metagrad.core.tree import constants, tree_map
-from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
+from metagrad.meta.inner.displacement import DisplacementLoop
+from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.meta.objective.tasks import Tasks
-from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules import Rule
 from metagrad.optim.walk import hyperparameters_in
-from metagrad.sparse.tables.embedding import over
 
 Examples = Literal["all", "support"]
 
@@ -106,107 +100,8 @@ class Reptile(MAML):
 
     def _inner_loop(self, steps: int, tasks: Tasks) -> InnerLoop:
         joins = self.examples == "all" and self.training and tasks.query_x is not None
-        return _DisplacementLoop(**vars(super()._inner_loop(steps, tasks)), joins=joins)
+        return DisplacementLoop(**vars(super()._inner_loop(steps, tasks)), joins=joins)
 
 
 def _is_learned(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
-
-
-@dataclass(frozen=True)
-class _DisplacementLoop(InnerLoop):
-    """A loop whose meta-gradient is the start minus the adapted parameters; the value of its loss is that of MAML.
-
-    Attributes:
-        joins: Whether it adapts to query examples too, where the result is differentiated.
-    """
-
-    joins: bool = False
-
-    def run(
-        self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
-    ) -> Adaptation | Evaluation:
-        """Adapt, and compute query losses."""
-        if not torch.is_grad_enabled() or tasks.query_x is None:
-            return super().run(params, tasks, rule)
-        starts, seen = self.start_of(params, tasks), _joined(tasks, self.stacked) if self.joins else tasks
-        # Within torch.func, which wants variables of its own, the tape stays on.
-        with contextlib.nullcontext() if _torch.functorch_is_active() else torch.no_grad():
-            seen = seen._replace(query_x=None, query_y=None)
-            adapted, losses, used, rows = super().run(params, seen, rule, starts)
-            if not self.stacked:
-                adapted, rows = tree_map(lambda tensor: tensor.squeeze(0), (adapted, rows))
-            results = constants((adapted, losses, used, *self.judge(adapted, tasks)))
-        adapted, losses, used, query_losses, predictions = results
-        moves = [_once(starts[name].detach() - p, rows.get(name)) for name, p in adapted.items()]
-        query_losses = _Attached.apply(
-            query_losses, self.stacked, *moves, *(starts[name] for name in adapted)
-        )
-        return Evaluation(losses, used, query_losses, predictions, losses[:, :0])
-
-
-class _Attached(Function):
-    """Pass losses ``[tasks]`` on, whose gradients with respect to what tasks start from are given."""
-
-    @staticmethod
-    def forward(losses, stacked, *gradients_and_starts):
-        return losses.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, ctx.stacked, *gradients_and_starts = inputs
-        ctx.save_for_backward(*gradients_and_starts)
-
-    @staticmethod
-    def backward(ctx, weights):
-        count = len(ctx.saved_tensors) // 2
-        gradients, starts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        weights = weights if ctx.stacked else weights.squeeze(0)
-        weighted = [_weighted(weights, gradient) for gradient in gradients]
-        if torch.is_grad_enabled():
-            weighted = map(_Constant.apply, weighted, starts)
-        return None, None, *[None] * count, *weighted
-
-
-def _weighted(weights: Tensor, value: Tensor) -> Tensor:
-    """Multiply a value by a weight for each task."""
-    return over(weights, value) * value
-
-
-class _Constant(Function):
-    """Pass a gradient on that has none itself, and say so where it is differentiated."""
-
-    @staticmethod
-    def forward(gradient, start):
-        return gradient.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        raise RuntimeError(
-            "Reptile(batch): the meta-gradient is not the gradient of a function, and cannot be differentiated. For "
-            "second derivatives use MAML."
-        )
-
-
-def _once(move: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the displacement of table rows of which the last may be repeated, and then counts once."""
-    if rows is None:
-        return move
-    is_new = torch.cat([torch.ones_like(rows[..., :1]), rows.diff()], -1) != 0
-    return move * is_new.unsqueeze(-1)
-
-
-def _joined(tasks: Tasks, stacked: bool) -> Tasks:
-    """Return tasks whose support examples are all that they have."""
-
-    def join(support: Tensor, query: Tensor) -> Tensor:
-        return torch.cat([support, query], dim=int(stacked))
-
-    return tasks._replace(
-        support_x=tree_map(join, tasks.support_x, tasks.query_x),
-        support_y=tree_map(join, tasks.support_y, tasks.query_y),
-    )

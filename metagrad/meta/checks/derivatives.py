@@ -137,8 +137,9 @@ class Trace:
 
     def _claim(self, value: object) -> None:
         """Note that the module that is running made what is new behind tensors."""
-        for node in graph_nodes(map(_below_vmap, tensors_of(value)), self._visited):
-            self.owners[node] = self._running[-1]
+        with _torch.without_torch_function():  # which refuses to tell stacked tasks of the graph
+            for node in graph_nodes(map(_below_vmap, tensors_of(value)), self._visited):
+                self.owners[node] = self._running[-1]
 
 
 def _check_loss(loss: object) -> None:

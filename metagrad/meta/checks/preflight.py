@@ -287,7 +287,7 @@ def _slow(request: _Request) -> list[ModuleFinding]:
         return []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        request.maml._probe("full")(request.batch, steps=min(request.maml.steps, 1))
+        request.maml.keeping("full")(request.batch, steps=min(request.maml.steps, 1))
     kind = type(request.maml.model).__name__
     return [
         ModuleFinding("", kind, 1, "slower", str(w.message), "")
@@ -331,7 +331,7 @@ def _meta_cost(request: _Request, mode: Any) -> MemoryCost:
 
 
 def _meta_step(maml: MAML, mode: Any, batch: Any, steps: int) -> MemoryCost:
-    probe, params = maml._probe(mode), [p for p in maml.parameters() if p.requires_grad]
+    probe, params = maml.keeping(mode), [p for p in maml.parameters() if p.requires_grad]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         probe(batch, steps=min(steps, 1))

@@ -62,5 +62,6 @@ def evaluated(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation:
 
 def _evaluate(inner: InnerLoop, params: Params, tasks: Tasks, rule: Rule) -> Evaluation:
     results = inner.run(params, tasks, rule)
+    assert isinstance(results, Evaluation)
     refuse_structured(results)
     return results

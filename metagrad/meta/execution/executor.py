@@ -188,7 +188,7 @@ class TaskExecutor:
         paths = {module: path for root in self._modules for path, module in named_modules(root)}
         state, generators = (
             ModuleSnapshot(paths, {}, math.inf),
-            RandomState(Reached(self._modules).generators),
+            RandomState(Reached(self._modules).generators),  # type: ignore[reportArgumentType]
         )
         with torch.no_grad():
             try:

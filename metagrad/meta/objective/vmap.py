@@ -337,7 +337,7 @@ def _without_padding(vectors: Tensor, ids: Tensor, padding: int) -> Tensor:
     return torch.where((ids == padding).unsqueeze(-1), vectors.detach(), vectors)
 
 
-def _attention(function: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _attention(function: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Attend in all tasks at once, which torch.vmap (2.13) cannot by the fused kernel of CPUs."""
     is_fused = query.device.type == "cpu" and not torch.compiler.is_compiling()
     with unfused_attention() if is_fused else contextlib.nullcontext():

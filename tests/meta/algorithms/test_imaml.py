@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 
 import pytest
 import torch
@@ -253,19 +252,6 @@ def test_adapted_models_are_differentiable():
         assert not imaml(examples).loss.requires_grad
 
 
-def test_it_is_copied_pickled_and_restored():
-    imaml, examples = make(), batch()
-    loss = imaml(examples).loss
-    other = make(seed=3)
-    other.load_state_dict(imaml.state_dict())
-    for again in (copy.deepcopy(imaml), pickle.loads(pickle.dumps(imaml)), other):
-        torch.testing.assert_close(again(examples).loss, loss)
-        assert again.hypergradient == hypergrad.CG(steps=5)
-    params = {name: p * 1.1 for name, p in imaml.named_parameters()}
-    changed = torch.func.functional_call(imaml, params, (examples,)).loss
-    assert not torch.allclose(changed, loss)
-
-
 def test_a_task_that_is_not_finite_is_named_or_left_out():
     examples = batch()
     examples[1][1][1] = torch.inf
@@ -278,12 +264,6 @@ def test_a_task_that_is_not_finite_is_named_or_left_out():
     rest = tuple(tuple(t[[0, 2]] for t in part) for part in examples)
     _, expected = textbook(imaml.model, rest, torch.linalg.solve)
     assert_close({n: p.grad for n, p in imaml.model.named_parameters()}, expected)
-
-
-def test_the_memory_tracker_has_a_phase_for_the_minimum():
-    with mg.MemoryTracker() as tracker:
-        make(steps=2)(batch()).loss.backward()
-    assert "minimum" in {record.name for record in tracker.records()}
 
 
 def test_a_second_derivative_is_refused():

@@ -142,13 +142,6 @@ def test_a_wrong_loss_is_named():
     assert seen(mg.preflight(chain(nn.Tanh()), loss, plain())) == [("loss_fn(...)", "loss", "wrong", 2)]
 
 
-def test_two_modules_are_both_named():
-    model = nn.Sequential(
-        nn.Linear(4, 4), Applied(Detached), nn.Linear(4, 4), Applied(Wrong), nn.Linear(4, 2)
-    )
-    assert {f.module for f in mg.preflight(model, F.mse_loss, plain()).findings} == {"1", "3"}
-
-
 def test_a_defect_behind_a_known_one_is_found():
     report = mg.preflight(chain(Applied(Once), Applied(Detached)), F.mse_loss, plain())
     assert {(f.module, f.verdict) for f in report.findings} == {("1", "wrong"), ("2", "wrong")}
@@ -180,20 +173,6 @@ def test_a_connection_that_is_zero_at_first_hides_nothing():
     model = chain(Applied(Detached))
     nn.init.zeros_(list(model.parameters())[-2])
     assert not mg.preflight(model, F.mse_loss, plain()).ok
-
-
-def test_structured_inputs_are_plain_data():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, x, mask):
-            return {"logits": self.layer(x * mask)}
-
-    inputs = {"x": torch.randn(3, 4), "mask": torch.ones(3, 1)}
-    loss = lambda out, y: F.mse_loss(out["logits"], y)  # noqa: E731
-    assert mg.preflight(Two(), loss, (inputs, torch.randn(3, 2))).ok
 
 
 def test_what_float64_does_not_reach_is_a_note():

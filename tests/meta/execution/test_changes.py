@@ -57,10 +57,6 @@ def hooked(module, *args):
     return 3 * args[-1]
 
 
-def before(module, args):
-    return (3 * args[0],)
-
-
 def set_attribute(path: str, value: object) -> Callable[[Any], None]:
     *parents, name = path.split(".")
     return lambda model: setattr(model.get_submodule(".".join(parents)), name, value)

@@ -146,13 +146,6 @@ def lr_by_parameter():
     return {name: nn.Parameter(value.double()) for name, value in values.items()}
 
 
-def test_whole_tables_with_padding_are_stacked():
-    options = {"inner": sgd(lr=0.3), "steps": 2}
-    maml = mg.MAML(Ratings(padding_idx=7).double(), F.mse_loss, **options)
-    reference = mg.MAML(Ratings(padding_idx=7).double(), F.mse_loss, task_chunk=1, **options)
-    assert_same(gradients(maml(draw()).loss, maml), gradients(reference(draw()).loss, reference))
-
-
 RULES = {
     "weight decay": lambda: sgd(lr=0.3, weight_decay=0.1),
     "momentum": lambda: sgd(lr=0.2, momentum=0.9),
@@ -240,18 +233,6 @@ def test_the_adapted_rows():
         torch.testing.assert_close(adapted, whole.params["0.weight"][task, expected], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("memory", ["full", "step"])
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_the_hessian_of_the_meta_objective(memory, task_chunk):
-    """A third derivative of the model, through a contraction of the gradient that is not linear."""
-    results = []
-    for maml in both("two tables", memory=memory, task_chunk=task_chunk):
-        grads = gradients(maml(draw()).loss, maml, create_graph=True)
-        assert all(g.requires_grad for g in grads.values())
-        results.append(gradients(sum((g**3).sum() + (g**2).sum() for g in grads.values()), maml))
-    assert_same(*results)
-
-
 def test_derivatives_up_to_the_third():
     def loss(table, weight):
         model = Table(table, weight)
@@ -311,15 +292,6 @@ def test_nothing_is_as_large_as_the_table(memory, task_chunk):
         reference(batch).loss.backward()
 
 
-def test_no_steps_and_other_numbers_of_steps():
-    maml, reference = both("two tables")
-    for steps in (0, 1, 5):
-        out, expected = maml(draw(), steps=steps), reference(draw(), steps=steps)
-        assert_same(gradients(out.loss, maml), gradients(expected.loss, reference))
-        fast, whole = (each.adapt(draw().support, steps=steps) for each in (maml, reference))
-        torch.testing.assert_close(fast(draw().query.x), whole(draw().query.x), rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("sparse", [BOTH, ()])
 def test_running_statistics_and_dropout_are_as_without_the_pass_that_finds_rows(sparse):
     torch.manual_seed(0)
@@ -332,15 +304,6 @@ def test_running_statistics_and_dropout_are_as_without_the_pass_that_finds_rows(
     torch.testing.assert_close(out.query_outputs, expected.query_outputs, rtol=1e-10, atol=1e-12)
     for (name, got), (_, wanted) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
         torch.testing.assert_close(got, wanted, msg=name)
-
-
-@pytest.mark.parametrize(("memory", "task_chunk"), [("step", None), ("full", 1)])
-def test_inside_a_checkpoint(memory, task_chunk):
-    """A recording around all of it sees the tables read, and nothing that is stale when it runs again."""
-    maml, reference = both("two tables", memory=memory, task_chunk=task_chunk)
-    batch = draw()
-    loss = mg.checkpoint(lambda: maml(batch).loss)
-    assert_same(gradients(loss, maml), gradients(reference(batch).loss, reference))
 
 
 def test_tied_tables_go_by_either_name():

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
@@ -114,11 +113,6 @@ def counted_outside() -> Calling:
         return module.last(hidden(module, x)) * calls[0]
 
     return Calling(forward)
-
-
-def recomputed(module: Calling, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return module.last(hidden(module, x)) + 0 * checkpoint(torch.tanh, x, use_reentrant=False).sum()
 
 
 def scattered(module: Calling, x: Tensor) -> Tensor:

@@ -239,16 +239,6 @@ def test_norms_of_steps_by_the_set_at_hand_are_the_same_in_evaluation(regression
     assert all(torch.equal(kept[name], value) for name, value in maml.state_dict().items())
 
 
-def test_one_task_moves_running_statistics_as_torch_does(regression):
-    one = Batch(*(Examples(part.x[:1], part.y[:1]) for part in regression))
-    results = []
-    for policy in ("running", None):
-        model = Net()
-        maml_of(model, policy)(one)
-        results.append(list(model.buffers()))
-    assert_close(*results)
-
-
 def test_statistics_of_a_cumulative_average_weigh_all_passes_alike(regression):
     model = Net(lambda n: nn.BatchNorm1d(n, momentum=None))
     book = Textbook("running", parameters(model))
@@ -278,11 +268,6 @@ def test_an_adapted_model_predicts_as_the_meta_batch(regression, policy, task_ch
     assert_close(maml.adapt(regression.support)(regression.query.x), expected)
 
 
-def test_the_support_policy_predicts_one_query_as_many(regression):
-    fast = maml_of(Net(), "support").adapt(regression.support)
-    assert_close(fast(regression.query.x)[:, :1], fast(regression.query.x[:, :1]))
-
-
 def test_norms_of_users_follow(regression):
     results = []
     for kind, policy in ((OwnNorm, "running"), (OwnNorm, None)):
@@ -302,23 +287,6 @@ def test_state_is_copied_saved_and_loaded(regression):
     expected = maml.eval()(regression).loss
     for one in (again, loaded, other):
         assert_close(one.eval()(regression).loss, expected)
-
-
-def test_a_policy_may_be_assigned(regression):
-    model = Net()
-    maml = maml_of(model, None, task_chunk=1)
-    maml(regression)
-    assert model.norm.num_batches_tracked > 0
-    maml.norm = "transductive"
-    before = model.norm.running_mean.clone()
-    out = maml(regression)
-    assert_close(out.query_losses, Textbook("transductive", parameters(model)).losses(regression))
-    assert torch.equal(before, model.norm.running_mean)
-    maml.norm = "per_step"
-    assert "per_step_norms.norm_weight" in dict(maml.named_parameters())
-    maml.norm = None
-    assert "norm=None" in repr(maml)
-    assert not any("per_step" in name for name, _ in maml.named_parameters())
 
 
 def test_tables_are_found_without_moving_statistics():

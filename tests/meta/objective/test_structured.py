@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metagrad as mg
-from metagrad.core.structured import restored, structured
 from metagrad.tasks import Batch, Examples
 
 sgd = mg.optim.rules.sgd
@@ -305,35 +304,3 @@ def test_constants_that_differ_from_task_to_task_are_refused():
 def test_bad_structured_batches_are_named(change, error, message):
     with pytest.raises(error, match=message):
         mg.MAML(TextModel(), loss_fn, inner=sgd(lr=0.1), steps=1)(change(draw()))
-
-
-@dataclasses.dataclass
-class Slots:
-    __slots__ = ("a", "b")
-    a: Tensor
-    b: int
-
-
-@pytest.mark.parametrize(
-    "value",
-    [Slots(torch.ones(2), 3), Classified(logits=torch.ones(2)), Frozen(torch.ones(2), {"a": (1, None)})],
-)
-def test_values_come_back_as_what_they_were(value):
-    taken = structured(value, "value")
-    assert len(taken.tensors) == 1
-    back = restored(mg.core.tree.tree_map(lambda t: t * 2, taken))
-    assert type(back) is type(value)
-    for name in [field.name for field in dataclasses.fields(value)]:
-        old, new = getattr(value, name), getattr(back, name)
-        assert torch.equal(new, 2 * old) if isinstance(old, Tensor) else new == old
-    assert structured(value, "value").form == taken.form
-
-
-def test_examples_of_several_inputs_are_moved_and_counted():
-    batch = draw()
-    moved = Batch(batch.support, Examples((batch.query.x, torch.ones(3)), batch.query.y)).query.to(
-        dtype=torch.float16
-    )
-    assert moved.x[0]["input_ids"].dtype == torch.int64
-    assert moved.x[1].dtype == torch.float16
-    assert batch.num_tasks == 3

@@ -119,17 +119,6 @@ def test_losses_and_derivatives_are_those_of_the_textbook(name, chunk, batch):
 
 
 @every
-def test_tasks_together_are_tasks_one_by_one(case, batch):
-    together = make(case)
-    one_by_one = copy.deepcopy(together)
-    one_by_one.task_chunk = 1
-    found, expected = (
-        derivatives(a(batch).query_losses, list(a.parameters())) for a in (together, one_by_one)
-    )
-    assert_close(found, expected)
-
-
-@every
 def test_gradcheck_of_a_head_at_orders_one_and_two(case):
     head = make(case)
     labels = F.one_hot(LABELS[:1], WAYS).double()
@@ -266,22 +255,6 @@ def test_forms_of_a_batch(batch):
     assert_close(fast({"points": batch.query.x}), algorithm(batch).query_outputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
-def test_labels_of_any_kind_of_integer(dtype, batch):
-    algorithm = mg.ProtoNet(embedding(), lambda logits, y: F.cross_entropy(logits, y.long()))
-    expected = algorithm(batch).loss
-    small = Batch(*(Examples(part.x, part.y.to(dtype)) for part in batch))
-    assert_close(algorithm(small).loss, expected)
-
-
-def test_features_of_any_shape_are_flattened(images):
-    algorithm = mg.R2D2(nn.Conv2d(1, 2, 5, stride=4).double()).double()
-    out = algorithm(images)
-    assert algorithm.adapt(images.support).params["weight"].shape == (2, 2 * 3 * 3 + 1, 3)
-    flat = mg.R2D2(nn.Sequential(algorithm.model, nn.Flatten()), task_chunk=2).double()
-    assert_close(flat(images).loss, out.loss)
-
-
 def test_models_without_parameters_and_frozen_ones(batch):
     nearest_mean = mg.ProtoNet(nn.Identity())
     assert nearest_mean(batch).query_outputs.shape == (TASKS, 5, WAYS)
@@ -374,12 +347,6 @@ def test_statistics_by_a_policy(policy, chunk, batch):
     if policy == "running":
         expected = losses(lambda x, support: (norm.running_mean, norm.running_var))
     assert_close(algorithm(batch).query_losses, expected)
-
-
-def test_memory_is_tracked_as_an_outer_step(batch):
-    with mg.MemoryTracker() as memory:
-        make(CASES["R2D2"])(batch).loss.backward()
-    assert [record.name for record in memory.records()] == ["outer", "support", "query"]
 
 
 class Tempered(nn.Module):
@@ -509,16 +476,3 @@ class Returning(nn.Module):
 def test_models_that_are_no_embeddings(change, error, message, chunk, batch):
     with pytest.raises(error, match=rf"^ProtoNet\(model, \.\.\.\): .*{message}"):
         mg.ProtoNet(Returning(change), task_chunk=chunk)(batch)
-
-
-def test_steps_and_a_loss_without_reduction_are_refused(batch):
-    algorithm = make(CASES["ProtoNet"])
-    with pytest.raises(ValueError, match=r"^ProtoNet\(batch, steps\): the head is fitted in closed form"):
-        algorithm(batch, steps=3)
-    with pytest.raises(
-        ValueError, match=r"^ProtoNet.adapt\(support, steps\): the head is fitted in closed form"
-    ):
-        algorithm.adapt(batch.support, steps=3)
-    algorithm.loss_fn = nn.CrossEntropyLoss(reduction="none")
-    with pytest.raises(ValueError, match=r"^ProtoNet\(model, loss_fn\): loss_fn must return a scalar"):
-        algorithm(batch)
