@@ -5,7 +5,7 @@ of a copy of the model is timed. Printed are medians over the rounds of the rati
 step is not like the next: "-10" in a name says that curvature, roots or bases are renewed every 10 steps, or that
 there are at most 10 products with the Hessian. The peak is that of metagrad's MemoryTracker, from making the
 optimizer to the end of its first period and one step more, state included, over that of one gradient. With one
-thread, times are CPU times. `pytorch_optimizer` takes part if it is installed.
+thread, times are CPU times.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import importlib
 import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,6 @@ from metagrad.memory import MemoryTracker
 from metagrad.models import Conv4
 from metagrad.optim import KFAC, SOAP, AdaHessian, Lion, Muon, NewtonCG, Shampoo, SophiaG, SophiaH
 
-RIVAL = "pytorch_optimizer"
 LR = 1e-5  # small: what is timed is to stay finite
 FEWEST = 3  # steps of a round
 MIB = 2**20
@@ -87,30 +85,25 @@ class Method:
     Attributes:
         make: Of a model; several, where one does not take all parameters.
         period: Steps after which they repeat.
-        wants_graph: Whether the first gradient of a period must come with its graph.
     """
 
     make: Callable[[nn.Module], Optimizers]
     period: int = 1
-    wants_graph: bool = False
 
     def stepper(self, work: Work, model: nn.Module) -> Callable[[], object]:
         """Return what takes a step."""
         first, *others = self.make(model)
-        count = 0
 
         def closure() -> Tensor:
             model.zero_grad()
             loss = work.loss(model)
-            loss.backward(create_graph=self.wants_graph and count % self.period == 0)
+            loss.backward()
             return loss
 
         def step() -> object:
-            nonlocal count
             loss = first.step(closure)  # type: ignore[reportCallIssue, reportArgumentType]
             for other in others:
                 other.step()
-            count += 1
             return loss
 
         return step
@@ -132,16 +125,6 @@ def of_matrices(make: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Modu
     return both
 
 
-def rival(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return what makes an optimizer of pytorch_optimizer."""
-    return lambda *args, **options: getattr(importlib.import_module(RIVAL), name)(*args, **options)
-
-
-def rival_muon(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """Make pytorch_optimizer's Muon, whose groups say that they are for it."""
-    return rival("Muon")([{"params": list(params), "use_muon": True}], lr=lr)
-
-
 METHODS: dict[str, Method] = {
     "torch.SGD": Method(of_all(torch.optim.SGD)),
     "torch.Adam": Method(of_all(torch.optim.Adam)),
@@ -155,12 +138,6 @@ METHODS: dict[str, Method] = {
     "Lion": Method(of_all(Lion)),
     # Damped, lest negative curvature ends the solver at once, as it does in the CNN all the same.
     "NewtonCG-10": Method(of_all(NewtonCG, max_steps=10, progress=None, damping=1.0)),
-    f"{RIVAL}.AdaHessian": Method(of_all(rival("AdaHessian")), wants_graph=True),
-    f"{RIVAL}.SophiaH-10": Method(of_all(rival("SophiaH")), period=10, wants_graph=True),
-    f"{RIVAL}.Shampoo-10": Method(of_all(rival("Shampoo"), preconditioning_compute_steps=10), period=10),
-    f"{RIVAL}.SOAP-10": Method(of_all(rival("SOAP")), period=10),
-    f"{RIVAL}.Muon": Method(of_matrices(rival_muon)),
-    f"{RIVAL}.Lion": Method(of_all(rival("Lion"))),
 }
 
 
@@ -243,8 +220,6 @@ def _started(work: Work, method: Method, result: Result) -> Callable[[], object]
     try:
         step = method.stepper(work, copy.deepcopy(work.model))
         step()
-    except ModuleNotFoundError as error:
-        result.note = f"{error.name} is not installed"
     except (RuntimeError, TypeError, ValueError) as error:
         result.note = f"{type(error).__name__}: {str(error).splitlines()[0]}"[:90]
     else:
@@ -294,7 +269,6 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measure what the command line names, by default everything."""
     arguments = parsed()
-    warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
     warnings.filterwarnings("ignore", "KFAC")  # names the parameters of norms, which follow the gradient
     torch.set_num_threads(arguments.threads)
     for name in arguments.workloads:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import metagrad as mg
 from experiments.run.files import markdown
 from experiments.run.measure import cpu_seconds
-from experiments.run.plots.style import BLUE, GREEN, INK, ORANGE, SKY, VERMILION, figure
+from experiments.run.plots.style import BLUE, INK, ORANGE, SKY, VERMILION, figure
 from experiments.run.schema import key
 from experiments.studies import characters as omniglot
 from experiments.studies.characters import Examples, by_drawers
@@ -32,7 +32,6 @@ from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by
 PRODUCT = 2.0  # gradients that a Hessian-vector product counts as
 DRAWERS = 20
 SHARPNESS = 5.0  # of softplus: close to ReLU, but with curvature
-SHIFT = 2  # pixels by which training images are moved at most
 ROUND = 2.5  # total length of the steps of a sign attack, in units of epsilon
 FLAT = 1e-3  # slopes below this part of an image's mean are taken for as large
 TIMINGS = 5
@@ -44,13 +43,7 @@ DEFENCES = {
     "curvature": ("Hessian penalty", SKY),
     "adversarial": ("adversarial training", VERMILION),
 }
-STYLES = {
-    "I-FGSM": (SKY, "-"),
-    "PGD": (BLUE, "-"),
-    "PGD, margin": (GREEN, "-"),
-    "Newton": (ORANGE, "--"),
-    "Newton, margin": (VERMILION, "--"),
-}
+ATTACKS = ("I-FGSM", "PGD", "PGD, margin", "Newton", "Newton, margin")
 
 
 @dataclass
@@ -97,14 +90,6 @@ def network(classes: int, width: int, size: int) -> nn.Sequential:
     for before, after, kernel in ((1, width, 5), (width, 2 * width, 3), (2 * width, 2 * width, 3)):
         layers += [nn.Conv2d(before, after, kernel, stride=2, padding=kernel // 2), nn.Softplus(SHARPNESS)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2 * width * (-(-size // 8)) ** 2, classes))
-
-
-def shifted(x: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """Move each image by up to ``most`` pixels along both axes."""
-    size, places = x.shape[-1], 2 * most + 1
-    windows = F.pad(x, (most,) * 4).unfold(2, size, 1).unfold(3, size, 1)
-    down, right = torch.randint(places, (2, len(x)), generator=generator)
-    return windows[torch.arange(len(x)), :, down, right]
 
 
 def is_right(model: nn.Module, images: Examples) -> Tensor:
@@ -325,7 +310,6 @@ def fit(model: nn.Module, train: Examples, config: ImagesConfig, defence: str, w
     start = time.process_time()
     for step in range(config.steps):
         batch = train.at(torch.randint(len(train.x), (config.batch,), generator=generator))
-        batch = batch._replace(x=shifted(batch.x, SHIFT, generator))
         strength = min(1.0, max(0.0, (step / config.steps - 1 / 4) / (2 / 3 - 1 / 4)))
         loss = objective(defence, model, batch, config.defence, strength, generator)
         optimizer.zero_grad()
@@ -386,7 +370,7 @@ def at(result: Result, epsilon: float) -> dict[str, Any]:
 def report(results: list[Result], config: ImagesConfig) -> str:
     """Return the page."""
     found, bound = by_cell(results), config.defence.epsilon
-    under = [["defence", "no attack", "FGSM", *STYLES]]
+    under = [["defence", "no attack", "FGSM", *ATTACKS]]
     costs = [
         ["defence", *map(str, config.epsilons), "norm of the gradient", "norm of H z", "CPU, over plain"]
     ]
@@ -394,7 +378,7 @@ def report(results: list[Result], config: ImagesConfig) -> str:
     for name, own in found.items():
         title, runs = DEFENCES[name][0], [at(one, bound) for one in own]
         columns = [[one["clean"] for one in own], [run["I-FGSM"][0][1] for run in runs]]
-        columns += [[run[attack][-1][1] for run in runs] for attack in STYLES]
+        columns += [[run[attack][-1][1] for run in runs] for attack in ATTACKS]
         under.append([title, *map(spread, columns)])
         total = (spread([at(one, epsilon)[ALL] for one in own]) for epsilon in config.epsilons)
         norms = (spread([one[name] for one in own], 2) for name in ("slope", "curvature"))
@@ -417,44 +401,21 @@ of CPU time, and is counted as two.
 
 
 def figures(results: list[Result], config: ImagesConfig, folder: Path) -> list[Path]:
-    """Draw accuracy over epsilon for all defences, and over gradients for two of them."""
-    found, path = by_cell(results), folder / "attack_images.png"
-    shown = [name for name in ("gradient", "adversarial") if name in found]
-    shown = shown if len(shown) == 2 else [next(iter(found)), list(found)[-1]]
-    with figure(path, columns=3, size=(11, 4)) as axes:
-        _by_epsilon(axes[0, 0], found, config)
-        for axis, name in zip(axes[0, 1:], shown, strict=True):
-            _by_gradients(axis, found[name], config)
-            axis.set_title(f"Attacks: {DEFENCES[name][0]}")
-        axes[0, 2].legend(fontsize=8)
+    """Draw accuracy over epsilon for all defences."""
+    path, x = folder / "attack_images.png", [0.0, *config.epsilons]
+    with figure(path, size=(5.6, 4)) as axes:
+        axis = axes[0, 0]
+        for name, own in by_cell(results).items():
+            title, color = DEFENCES[name]
+            values = [[one["clean"], *(at(one, epsilon)[ALL] for epsilon in x[1:])] for one in own]
+            y = list(zip(*values, strict=True))
+            axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=color, alpha=0.1, linewidth=0)
+            axis.plot(x, list(map(statistics.mean, y)), color=color, marker="o", markersize=3.5, label=title)
+        axis.set(xlabel="Perturbation size (L-inf)", ylabel="Accuracy under all attacks (%)", ylim=(0, 100))
+        axis.set(xticks=x, title="Defences")
+        axis.grid(axis="y")
+        axis.legend(fontsize=8)
     return [path]
-
-
-def _by_epsilon(axis: Any, found: dict[str, list[Result]], config: ImagesConfig) -> None:
-    x = [0.0, *config.epsilons]
-    for name, own in found.items():
-        title, color = DEFENCES[name]
-        values = [[one["clean"], *(at(one, epsilon)[ALL] for epsilon in x[1:])] for one in own]
-        y = list(zip(*values, strict=True))
-        axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=color, alpha=0.1, linewidth=0)
-        axis.plot(x, list(map(statistics.mean, y)), color=color, marker="o", markersize=3.5, label=title)
-    axis.set(xlabel="Perturbation size (L-inf)", ylabel="Accuracy under all attacks (%)", ylim=(0, 100))
-    axis.set(xticks=x, title="Defences")
-    axis.grid(axis="y")
-    axis.legend(fontsize=8)
-
-
-def _by_gradients(axis: Any, own: list[Result], config: ImagesConfig) -> None:
-    for name, (color, style) in STYLES.items():
-        runs = [at(one, config.defence.epsilon)[name] for one in own]
-        points = [list(map(statistics.mean, zip(*point, strict=True))) for point in zip(*runs, strict=False)]
-        axis.plot(*zip(*points, strict=True), style, color=color, marker="o", markersize=3.5, label=name)
-    axis.set_xscale("log")
-    axis.set_xticks(config.gradients, config.gradients, minor=False)
-    axis.set_xticks([], minor=True)
-    axis.set(xlabel="Cost (gradient evaluations)", ylim=(0, None))
-    axis.set_ylabel(f"Accuracy at {config.defence.epsilon} (%)")
-    axis.grid(axis="y")
 
 
 def check(config: ImagesConfig) -> None:

@@ -27,7 +27,7 @@ from torch.func import functional_call
 import metagrad as mg
 from experiments.run.files import markdown, write_bytes
 from experiments.run.measure import cpu_seconds, peak_bytes
-from experiments.run.plots.style import BLUE, CYCLE, MUTED, VERMILION, figure, legend_below
+from experiments.run.plots.style import BLUE, MUTED, VERMILION, figure
 from experiments.run.progress import Progress
 from experiments.run.schema import key
 from experiments.studies import characters
@@ -378,7 +378,7 @@ seconds (the median over seeds).
 
 
 def figures(results: list[Result], config: DistillConfig, folder: Path) -> list[Path]:
-    """Draw real and learned images, and below them accuracies, memory and time."""
+    """Draw real and learned images, and below them accuracies."""
     sets, path = sets_of(results), folder / "distill.png"
     with figure(path, 2, 3, size=(12.6, 7.8), height_ratios=(1.45, 1)) as axes:
         longest = f"learned_{max(config.lengths, default=0)}"
@@ -387,11 +387,8 @@ def figures(results: list[Result], config: DistillConfig, folder: Path) -> list[
             _draw_images(axis, file if name in sets else None, config)
             axis.set_title(f"{config.per_class} a class: {title(name)}")
         _draw_accuracies(axes[1, 0], sets)
-        peaks = costs_of(results, "peak")
-        _draw_costs(axes[1, 1], peaks, 1 / MIB, "Peak of a meta-gradient (MiB)")
-        _draw_costs(axes[1, 2], costs_of(results, "seconds"), 1, "Time of a meta-gradient (CPU s)")
-        if peaks:
-            legend_below(axes[1, 1], columns=8)
+        for axis in axes[1, 1:]:
+            axis.set_axis_off()
     return [path]
 
 
@@ -421,22 +418,6 @@ def _draw_accuracies(axis: Any, sets: dict[str, list[Result]]) -> None:
     axis.grid(axis="x")
     if sets:
         axis.legend(fontsize=8, loc="lower right")
-
-
-def _draw_costs(axis: Any, costs: dict[str, dict[str, dict[int, float]]], scale: float, label: str) -> None:
-    """Draw a line for each network, whose dashes are its own, and memory mode, whose colour is its own."""
-    for network, dashes in zip(costs, ("-", "--"), strict=False):
-        axis.plot([], [], dashes, color=MUTED, label=TITLES[network])
-        for (mode, by_steps), color in zip(costs[network].items(), CYCLE, strict=False):
-            values = [scale * value for value in by_steps.values()]
-            style = {"color": color, "marker": "o", "markersize": 3.5, "label": mode}
-            axis.plot(list(by_steps), values, dashes, **style)
-    axis.set(xscale="log", yscale="log", xlabel="Inner steps", title=label)
-    axis.minorticks_off()
-    lengths = sorted({steps for modes in costs.values() for own in modes.values() for steps in own})
-    axis.set_xticks(lengths, [str(steps) for steps in lengths])
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.grid()
 
 
 def check(config: DistillConfig) -> None:

@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from experiments.run.files import markdown
-from experiments.run.plots.style import CYCLE, INK, MUTED, figure, legend_below, thousands
+from experiments.run.plots.style import CYCLE, INK, figure, legend_below, thousands
 from experiments.run.progress import Progress
 from experiments.run.schema import key
 from experiments.studies import characters
@@ -356,7 +356,7 @@ def figures(results: list[Result], config: LandscapeConfig, folder: Path) -> lis
         axes[0, 1].set_ylim(0, None)
         axes[0, 2].axhline(1, color=INK, linewidth=1, linestyle=":")
         axes[0, 2].set_ylim(0, 2)
-        _descents(next(panels), runs, config, colors)
+        next(panels).set_axis_off()
         _traces(next(panels), runs, colors)
         next(panels).set_axis_off()
         legend_below(axes[0, 0], columns=len(runs))
@@ -380,23 +380,6 @@ def _curve(
     steps, medians, lows, highs = zip(*points, strict=True)
     axis.fill_between(steps, lows, highs, color=options["color"], alpha=0.15, linewidth=0)
     axis.plot(steps, medians, linewidth=1.4, **options)
-
-
-def _descents(
-    axis: Any, runs: dict[str, list[Result]], config: LandscapeConfig, colors: dict[str, str]
-) -> None:
-    """Draw the sharpness of gradient descent at each step size, and 2 over that."""
-    for name, repeated in runs.items():
-        run = config.runs[name]
-        if run.method.value == "gd" and not run.rho and not run.penalty:
-            _curve(axis, repeated, lambda row: row["sharpness"], color=colors[name])
-            axis.axhline(2 / run.lr, color=colors[name], linewidth=1, linestyle=":")
-            axis.annotate(
-                f"2 / {run.lr:g}", (0.01, 2 / run.lr), xycoords=("axes fraction", "data"), color=MUTED,
-                va="bottom",
-            )  # fmt: skip
-    _dress(axis, "Gradient descent", "Largest eigenvalue")
-    axis.set_ylim(0, None)
 
 
 def _traces(axis: Any, runs: dict[str, list[Result]], colors: dict[str, str]) -> None:

@@ -162,21 +162,6 @@ def second(task: Task) -> Run:
     return Run(hold, finish)
 
 
-def accumulated(task: Task) -> Run:
-    """Take the gradient of one mini-batch after the other."""
-    params = list(task.params.values())
-
-    def compute() -> list[Tensor]:
-        total: list[Any] = []
-        for x, y in task.pieces():
-            part = torch.autograd.grad(task.loss_fn(task.model(x), y), params)
-            parts = [len(y) / len(task.y) * g for g in part]
-            total = [a + b for a, b in zip(total, parts, strict=True)] if total else parts
-        return total
-
-    return at_once(compute)
-
-
 def direction(task: Task) -> dict[str, Tensor]:
     """Return the gradient, by which the Hessian is multiplied."""
     run = gradient(task)
@@ -280,17 +265,9 @@ def densified(task: Task) -> Task:
     return replace(task, model=model, tables=())
 
 
-def halved(task: Task) -> Task:
-    """Compute in bfloat16."""
-    names = [name for name in ("x", "y", "query_x", "query_y") if getattr(task, name).is_floating_point()]
-    tensors = {name: getattr(task, name).bfloat16() for name in names}
-    return replace(task, model=copy.deepcopy(task.model).bfloat16(), **tensors)
-
-
 CHANGES: dict[str, Callable[[Task], Task]] = {
     "mg.checkpoint": partial(recomputed, mg.checkpoint),
     "torch checkpoint": partial(recomputed, partial(torch_checkpoint, use_reentrant=False)),
-    "bfloat16": halved,
     "dense": densified,
 }
 """Changes of any model, whatever is computed."""
@@ -311,8 +288,7 @@ def ways(steps: int) -> dict[str, dict[str, Callable[[Task], Run]]]:
         "finite difference": finite_difference,
         "four mini-batches": partial(product, in_pieces=True),
     }
-    gradients = {"": gradient, "four mini-batches": accumulated}
-    return {GRADIENT: gradients, SECOND: {"": second}, PRODUCT: products, META: inner}
+    return {GRADIENT: {"": gradient}, SECOND: {"": second}, PRODUCT: products, META: inner}
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -186,6 +186,13 @@ def torchopt_loop(work: Workload) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def prepare_jax(work: Workload, *, checkpoint: bool) -> Prepared:
+    """Compile the meta-gradient by JAX."""
+    if not isinstance(work.model, (mg.models.MLP, mg.models.Conv4)):
+        raise RefusedError("the model is not written in JAX")
+    return Prepared(*rival_jax.compiled(work, checkpoint=checkpoint))
+
+
 MEMORY: tuple[str, ...] = ("full", "step", "sqrt", "budget")
 
 METHODS: dict[str, Method] = {
@@ -203,8 +210,8 @@ METHODS: dict[str, Method] = {
     "higher": Method(of_loss(higher_loop).prepare, "higher"),
     "learn2learn": Method(of_loss(learn2learn_loop).prepare, "learn2learn"),
     "TorchOpt": Method(of_loss(torchopt_loop).prepare, "torchopt"),
-    "JAX jit": Method(lambda work: Prepared(*rival_jax.compiled(work, checkpoint=False)), "jax"),
-    "JAX jit, checkpoint": Method(lambda work: Prepared(*rival_jax.compiled(work, checkpoint=True)), "jax"),
+    "JAX jit": Method(partial(prepare_jax, checkpoint=False), "jax"),
+    "JAX jit, checkpoint": Method(partial(prepare_jax, checkpoint=True), "jax"),
 }
 """What is run on every workload, and `BASELINE`, to which it is compared."""
 

@@ -6,7 +6,6 @@ that is vmapped over weights, or inside of a `scan`, three to ten times as long.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
-from experiments.benchmarks.maml.models import Transformer
 from experiments.benchmarks.maml.workloads import Workload
 
 Arrays = dict[str, Any]
@@ -90,12 +88,7 @@ def _losses() -> dict[Callable, Callable]:
 
 
 def _forward(model: torch.nn.Module) -> Callable[[Arrays, Any], Any]:
-    if isinstance(model, mg.models.MLP):
-        return _mlp
-    if isinstance(model, mg.models.Conv4):
-        return _conv4
-    assert isinstance(model, Transformer), model
-    return functools.partial(_transformer, len(model) - 1, model.heads)
+    return _conv4 if isinstance(model, mg.models.Conv4) else _mlp
 
 
 def _linear(params: Arrays, name: str, x: Any) -> Any:
@@ -125,30 +118,3 @@ def _conv4(params: Arrays, x: Any) -> Any:
         windows = (1, 1, 2, 2)
         x = jax.lax.reduce_window(jax.nn.relu(x), -math.inf, jax.lax.max, windows, windows, "VALID")
     return _linear(params, "head", x.reshape(len(x), -1))
-
-
-def _transformer(layers: int, heads: int, params: Arrays, x: Any) -> Any:
-    import jax  # type: ignore[reportMissingImports]
-
-    for layer in range(layers):
-        x = x + _attention(heads, params, f"{layer}.attention", _layer_norm(params, f"{layer}.norm1", x))
-        wide = _linear(params, f"{layer}.up", _layer_norm(params, f"{layer}.norm2", x))
-        x = x + _linear(params, f"{layer}.down", jax.nn.gelu(wide, approximate=False))
-    return _linear(params, f"{layers}.linear", x.mean(1))
-
-
-def _layer_norm(params: Arrays, name: str, x: Any) -> Any:
-    import jax.numpy as jnp  # type: ignore[reportMissingImports]
-
-    scale = jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
-    return (x - x.mean(-1, keepdims=True)) / scale * params[f"{name}.weight"] + params[f"{name}.bias"]
-
-
-def _attention(heads: int, params: Arrays, name: str, x: Any) -> Any:
-    import jax  # type: ignore[reportMissingImports]
-
-    batch, length, width = x.shape
-    split = _linear(params, f"{name}.qkv", x).reshape(batch, length, 3, heads, width // heads)
-    q, k, v = split.transpose(2, 0, 3, 1, 4)
-    weights = jax.nn.softmax(q @ k.swapaxes(-2, -1) * (width // heads) ** -0.5)
-    return _linear(params, f"{name}.out", (weights @ v).swapaxes(1, 2).reshape(batch, length, width))

@@ -90,33 +90,10 @@ def _progress(run: Run, path: Path) -> Path:
         axis = axes[0, 0]
         axis.plot(steps, values, color=BLUE, alpha=0.18, linewidth=0.8)
         axis.plot(steps, values.mean(1), "o-", color=BLUE, linewidth=2.4, markersize=4.5)
-        axis.annotate(
-            "mean",
-            (steps[-1], values[-1].mean()),
-            (6, 0),
-            textcoords="offset points",
-            color=BLUE,
-            va="center",
-        )
-        _mark(axis, run)
         axis.set(xlabel="Inner steps", ylabel=name, xticks=list(steps))
         axis.set_title(f"{name.partition(' (')[0]} of {values.shape[1]} test tasks while adapting")
         axis.grid(axis="y")
     return path
-
-
-def _mark(axis: Any, run: Run) -> None:
-    for steps, text in {run.config.algorithm.steps: "trained", run.config.evaluate.steps: "tested"}.items():
-        axis.axvline(steps, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
-        axis.annotate(
-            text,
-            (steps, 0),
-            (3, 4),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            color=MUTED,
-            fontsize=8.5,
-        )
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from experiments.studies.attack_images import (
     newton_steps,
     objective,
     penalised,
-    shifted,
     sign_steps,
     study,
 )
@@ -133,15 +132,6 @@ def test_attacks_stay_in_the_box_and_raise_the_loss(model, images, name):
 
 def test_the_margin_is_above_zero_where_the_class_is_wrong(model, images):
     assert torch.equal(margin(model(images.x), images.y) < 0, is_right(model, images))
-
-
-def test_shifted_images_are_windows_of_a_padded_one():
-    x = torch.zeros(40, 1, 5, 5)
-    x[:, :, 2, 2] = 1
-    moved = shifted(x, 1, torch.Generator().manual_seed(0))
-    places = {tuple(place) for place in moved[:, 0].nonzero()[:, 1:].tolist()}
-    assert moved.sum() == 40
-    assert places == {(i, j) for i in (1, 2, 3) for j in (1, 2, 3)}
 
 
 def test_adversarial_training_is_of_images_in_the_box(model, images):
