@@ -2,19 +2,16 @@
 
     python -m experiments.examples.recommender
 
-InstEval has 73,421 ratings, 1 to 5, that students gave to lecturers. A task is a student: a matrix factorization
-with biases (Koren, Bell, Volinsky, IEEE Computer 42:30, 2009) takes a few gradient steps on some of the student's
-ratings, and is judged on others. A student starts from zero; the tables of the lecturers, and the step sizes, are
-learned by MAML. Each task adapts the rows that its ratings look up, and the meta-gradient of a table is a
-`RowSparse`, which is checked against dense tables. Judged on a random fifth of all ratings, each student adapted to
-ratings of the other four fifths. On these data the biases carry what there is to find: with a small `--penalty` the
-lecturers' vectors fit noise.
+InstEval has 73,421 ratings, 1 to 5, that students gave to lecturers. A task is a student. The model is a matrix
+factorization with biases (Koren, Bell, Volinsky, IEEE Computer 42:30, 2009). A student's vector and bias start from
+zero, and adapt by a few gradient steps to some of the student's ratings, as do the lecturers' rows that these ratings
+look up. MAML learns the tables of the lecturers and the step sizes. The meta-gradient of a table is a `RowSparse`,
+which is checked against dense tables in float64. A fifth of the students is for the test.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,168 +20,90 @@ from torch import Tensor, nn
 import metagrad as mg
 from experiments.examples.common import compare, find_file
 from experiments.run.progress import Progress, tell
-from metagrad.sparse.tables.embedding import embedding
-from metagrad.sparse.tables.row_sparse import RowSparse
-from metagrad.tasks import Batch, Examples
+from metagrad.sparse import RowSparse
+from metagrad.tasks import Batch, Tabular
 
-COLUMNS = ("s", "d", "service", "y")  # student, lecturer, whether for another department, rating
-STUDENTS = ("students.weight", "student_bias.weight")
-LECTURERS = ("lecturers.weight", "lecturer_bias.weight", "course_bias.weight")
+COLUMNS = {"s": "student", "d": "lecturer", "y": "rating"}
+TABLES = ("lecturers.weight", "lecturer_bias.weight")
+ADAPTED = ("student", "student_bias", *TABLES)
 SCALE = 10.0  # ratings of a typical student: the loss is a sum over ratings, so that more of them weigh more
 TOLERANCE = 1e-9  # relative, float64
 
 
-class Ratings(NamedTuple):
-    """Ratings, and which of them each student gave."""
-
-    ids: (
-        Tensor  # [ratings, 3]: student, lecturer, and course: the lecturer, for the own department or another
-    )
-    scores: Tensor  # [ratings]
-    of_student: Tensor  # [students, most]: ratings, the first `counts` of each row
-    counts: Tensor  # [students]
-
-
 class Factorization(nn.Module):
-    """Rating = mean + biases of student, lecturer and course + product of student's and lecturer's vectors."""
+    """Rating = mean + biases of student and lecturer + product of the student's and the lecturer's vectors."""
 
-    def __init__(self, students: int, lecturers: int, rank: int, mean: float) -> None:
+    def __init__(self, lecturers: int, rank: int, mean: float) -> None:
         super().__init__()
-        self.students, self.lecturers = nn.Embedding(students, rank), nn.Embedding(lecturers, rank)
-        self.student_bias, self.lecturer_bias = nn.Embedding(students, 1), nn.Embedding(lecturers, 1)
-        self.course_bias = nn.Embedding(2 * lecturers, 1)
-        for table in (self.students, self.student_bias, self.lecturer_bias, self.course_bias):
-            nn.init.zeros_(table.weight)
+        self.student, self.student_bias = nn.Parameter(torch.zeros(rank)), nn.Parameter(torch.zeros(()))
+        self.lecturers, self.lecturer_bias = nn.Embedding(lecturers, rank), nn.Embedding(lecturers, 1)
         nn.init.normal_(self.lecturers.weight, std=0.3)
+        nn.init.zeros_(self.lecturer_bias.weight)
         self.mean = mean
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Predict the ratings of [n, 3] students, lecturers and courses."""
-        student, lecturer, course = ids.unbind(-1)
-        biases = self.student_bias(student) + self.lecturer_bias(lecturer) + self.course_bias(course)
-        return self.mean + biases.squeeze(-1) + (self.students(student) * self.lecturers(lecturer)).sum(-1)
+    def forward(self, lecturer: Tensor) -> Tensor:
+        """Predict the ratings of lecturers, [n, 1]."""
+        vectors, biases = self.lecturers(lecturer), self.lecturer_bias(lecturer)
+        return self.mean + self.student_bias + biases + (vectors @ self.student)[:, None]
 
 
-def loss_fn(predicted: Tensor, scores: Tensor) -> Tensor:
-    """Add the squared errors of a task; a rating that is not there is NaN."""
-    return torch.where(scores.isnan(), 0, predicted - scores).square().sum() / SCALE
+def loss_fn(predicted: Tensor, ratings: Tensor) -> Tensor:
+    """Add the squared errors of a student."""
+    return (predicted - ratings).square().sum() / SCALE
 
 
-def load(seed: int) -> tuple[Ratings, Ratings]:
-    """Read the ratings, and split them into four fifths and one."""
+def load(shots: int, queries: int) -> tuple[Tabular, Tabular, int]:
+    """Return the students of training and of the test, and the number of lecturers."""
     with find_file("insteval/InstEval.csv").open() as file:
-        names = [name.strip('"') for name in file.readline().strip().split(",")]
-        table = np.loadtxt(
-            file, delimiter=",", dtype=np.int64, usecols=[names.index(name) for name in COLUMNS]
-        )
-    students, lecturers = (np.unique(table[:, column], return_inverse=True)[1] for column in (0, 1))
-    ids = torch.from_numpy(np.stack([students, lecturers, 2 * lecturers + table[:, 2]], 1))
-    scores = torch.from_numpy(table[:, 3]).float()
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
-    num_students = int(ids[:, 0].max()) + 1
-    fifth = len(ids) // 5
-    held_out, rest = (group(ids[part], scores[part], num_students) for part in (order[:fifth], order[fifth:]))
-    return rest, held_out
-
-
-def group(ids: Tensor, scores: Tensor, num_students: int) -> Ratings:
-    """List the ratings of each student."""
-    order = ids[:, 0].argsort(stable=True)
-    counts = ids[:, 0].bincount(minlength=num_students)
-    places = (counts.cumsum(0) - counts)[:, None] + torch.arange(int(counts.max()))
-    return Ratings(ids, scores, order[places.clamp(max=len(order) - 1)], counts)
-
-
-def shuffled(ratings: Ratings, students: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the ratings of each student in random order, [students, most], those that are there first."""
-    most = ratings.of_student.shape[1]
-    keys = torch.rand(len(students), most, generator=generator)
-    keys[torch.arange(most) >= ratings.counts[students, None]] = 2.0
-    return ratings.of_student[students].gather(1, keys.argsort(1))
-
-
-def chosen(ratings: Ratings, listed: Tensor, first: Tensor, last: Tensor, num: int) -> Examples:
-    """Take up to `num` ratings between two places of each row; the scores of those that are not there are NaN."""
-    places = first[:, None] + torch.arange(num)
-    absent = places >= last[:, None]
-    picked = listed.gather(1, torch.where(absent, 0, places))
-    return Examples(ratings.ids[picked], ratings.scores[picked].masked_fill(absent, torch.nan))
-
-
-def batch_of(ratings: Ratings, students: Tensor, shots: int, generator: torch.Generator) -> Batch:
-    """Make a task of each student: half of the ratings to adapt to, and the others to be judged on."""
-    listed, counts = shuffled(ratings, students, generator), ratings.counts[students]
-    half = (counts + 1) // 2
-    support = chosen(ratings, listed, torch.zeros_like(half), half, shots)
-    return Batch(support, chosen(ratings, listed, half, counts, shots))
+        header = [name.strip('"') for name in file.readline().strip().split(",")]
+        places = [header.index(name) for name in COLUMNS]
+        table = np.loadtxt(file, delimiter=",", dtype=np.int64, usecols=places)
+    columns = dict(zip(COLUMNS.values(), table.T, strict=True))
+    students = np.random.default_rng(0).permutation(np.unique(columns["student"])).tolist()
+    fifth = len(students) // 5
+    tasks = {"train": students[fifth:], "test": students[:fifth]}
+    options = {"task": "student", "x": {"lecturer": "lecturer"}, "y": "rating", "small": "skip"}
+    train, test = (
+        Tabular(columns, shots=shots, queries=queries, tasks=tasks, split=split, **options) for split in tasks
+    )
+    return train, test, int(columns["lecturer"].max()) + 1
 
 
 def maml_over(model: Factorization, *, steps: int, sparse: bool = True) -> mg.MAML:
-    """Return MAML with a learned step size for each table."""
-    like = model.students.weight
-    rates = {name: nn.Parameter(torch.full((), 0.05).to(like)) for name in STUDENTS + LECTURERS}
+    """Return MAML with a learned step size for each parameter."""
+    like = model.student
+    rates = {name: nn.Parameter(torch.full((), 0.05).to(like)) for name in ADAPTED}
     rule = mg.optim.rules.sgd(lr=rates)
-    return mg.MAML(model, loss_fn, inner=rule, steps=steps, sparse=STUDENTS + LECTURERS if sparse else ())
+    return mg.MAML(model, loss_fn, inner=rule, steps=steps, sparse=TABLES if sparse else ())
 
 
-def train(maml: mg.MAML, ratings: Ratings, options: argparse.Namespace) -> None:
-    """Learn the lecturers' tables and the step sizes; the optimizer writes the rows of each batch alone."""
-    generator = torch.Generator().manual_seed(0)
-    tables = [maml.get_parameter(f"model.{name}") for name in LECTURERS]
-    rates = [p for name, p in maml.named_parameters() if name.startswith("inner_")]
-    optimizers = torch.optim.SparseAdam(tables, lr=options.lr), torch.optim.Adam(rates, lr=options.lr / 4)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in optimizers]
-    rated = (ratings.counts > 1).nonzero().squeeze(1)
-    for epoch in Progress(range(options.epochs), unit="epoch", leave=False):
-        losses = []
-        drawn = rated[torch.randperm(len(rated), generator=generator)].split(options.tasks)
-        for students in Progress(drawn, unit="step", leave=False):
-            batch = batch_of(ratings, students, options.shots, generator)
-            loss = maml(batch).loss
-            size = embedding(batch.query.x[..., 1], tables[0]).square().mean()
-            (loss + options.penalty * size).backward()
-            for table in tables:
-                assert isinstance(table.grad, RowSparse)
-                table.grad = table.grad.to_coo()  # what torch's optimizers take
-            for optimizer in optimizers:
-                optimizer.step()
-            maml.zero_grad()
-            losses.append(loss.item())
-        for schedule in schedules:
-            schedule.step()
-        tell(f"  epoch {epoch + 1}: query loss {sum(losses) / len(losses):.3f}")
-
-
-def test_rmse(maml: mg.MAML, ratings: Ratings, held_out: Ratings, *, shots: int, steps: int) -> float:
-    """Adapt to each student's ratings, and return the root mean square error on the held-out ones."""
-    generator = torch.Generator().manual_seed(1)
-    students = ((ratings.counts > 0) & (held_out.counts > 0)).nonzero().squeeze(1)
-    error, num = 0.0, 0
-    for part in Progress(students.split(256), unit="batch", leave=False):
-        listed, counts = shuffled(ratings, part, generator), ratings.counts[part]
-        fast = maml.adapt(chosen(ratings, listed, torch.zeros_like(counts), counts, shots), steps=steps)
-        query, there = held_out.of_student[part], torch.arange(held_out.of_student.shape[1])
-        residual = fast(held_out.ids[query]).detach().clamp(1, 5) - held_out.scores[query]
-        error += float(residual[there < held_out.counts[part, None]].square().sum())
-        num += int(held_out.counts[part].sum())
-    return (error / num) ** 0.5
-
-
-def check(batch: Batch, sizes: tuple[int, int], rank: int, steps: int) -> None:
+def check(batch: Batch, lecturers: int, *, rank: int, steps: int) -> None:
     """Compare the meta-gradients with those of dense tables, in float64."""
-    doubled, gradients = batch.to(dtype=torch.float64), []
+    gradients = []
     for sparse in (True, False):
         torch.manual_seed(0)
-        model = Factorization(*sizes, rank, 3.2).double()
-        nn.init.normal_(
-            model.students.weight, std=0.3
-        )  # from zero the lecturers' vectors get little gradient
-        maml = maml_over(model, steps=steps, sparse=sparse)
-        gradients.append(mg.grad(maml(doubled).loss, dict(maml.named_parameters())))
+        maml = maml_over(Factorization(lecturers, rank, 3.2).double(), steps=steps, sparse=sparse)
+        loss = maml(batch.to(dtype=torch.float64)).loss
+        gradients.append(mg.grad(loss, dict(maml.named_parameters())))
     for name, expected in gradients[1].items():
         got = gradients[0][name]
-        got = got.to_dense() if isinstance(got, RowSparse) else got
-        compare(name, got, expected, tolerance=TOLERANCE)
+        compare(name, got.to_dense() if isinstance(got, RowSparse) else got, expected, tolerance=TOLERANCE)
+
+
+def train(maml: mg.MAML, tasks: Tabular, *, iterations: int, students: int, lr: float) -> None:
+    """Learn the tables by an optimizer that writes only the rows of each batch, and the rest by Adam."""
+    generator = torch.Generator().manual_seed(0)
+    tables = [maml.get_parameter(f"model.{name}") for name in TABLES]
+    others = [p for name, p in maml.named_parameters() if name.removeprefix("model.") not in TABLES]
+    optimizers = mg.optim.SparseAdam(tables, lr=lr), torch.optim.Adam(others, lr=lr)
+    for number in Progress(range(1, iterations + 1), unit="step", leave=False):
+        loss = maml(tasks.sample(students, generator=generator)).loss
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % max(1, iterations // 10) == 0:
+            tell(f"  iteration {number}: query loss {loss.item():.3f}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -192,34 +111,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=12, help="times that every student is a task")
-    parser.add_argument("--tasks", type=int, default=64, help="students of a batch")
-    parser.add_argument("--shots", type=int, default=20, help="most ratings that a student is adapted to")
+    parser.add_argument("--iterations", type=int, default=500, help="meta-batches")
+    parser.add_argument("--students", type=int, default=64, help="of a meta-batch")
+    parser.add_argument("--shots", type=int, default=10, help="ratings that a student is adapted to")
     parser.add_argument("--steps", type=int, default=3, help="inner steps")
     parser.add_argument("--rank", type=int, default=2, help="length of the vectors")
-    parser.add_argument("--lr", type=float, default=0.02, help="of the outer optimizer of the tables")
-    parser.add_argument(
-        "--penalty", type=float, default=1.0, help="on the lecturers' vectors, for each rating"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the split")
+    parser.add_argument("--lr", type=float, default=0.01, help="of the outer optimizers")
     options = parser.parse_args(arguments)
 
-    ratings, held_out = load(options.seed)
-    sizes = len(ratings.counts), int(max(part.ids[:, 1].max() for part in (ratings, held_out))) + 1
-    counts = f"{len(ratings.ids)} ratings and {len(held_out.ids)} held out"
-    print(f"InstEval: {sizes[0]} students, {sizes[1]} lecturers, {counts}")
-    batch = batch_of(ratings, torch.arange(8), options.shots, torch.Generator().manual_seed(0))
+    tasks, test, lecturers = load(options.shots, queries=5)
     print("Meta-gradients of 8 students against dense tables, float64:")
-    check(batch, sizes, options.rank, options.steps)
-
+    batch = tasks.sample(8, generator=torch.Generator().manual_seed(0))
+    check(batch, lecturers, rank=options.rank, steps=options.steps)
     torch.manual_seed(0)
-    maml = maml_over(Factorization(*sizes, options.rank, float(ratings.scores.mean())), steps=options.steps)
-    print(f"MAML over students, up to {options.shots} ratings, {options.steps} steps:")
-    train(maml, ratings, options)
-    print("Root mean square error on the held-out ratings:")
+    maml = maml_over(Factorization(lecturers, options.rank, 3.2), steps=options.steps)
+    print(f"MAML over students, {options.shots} ratings, {options.steps} steps:")
+    train(maml, tasks, iterations=options.iterations, students=options.students, lr=options.lr)
+    print("Root mean square error on other ratings of new students:")
+    batch = test.sample(1000, generator=torch.Generator().manual_seed(1))
     for steps in (0, options.steps):
-        error = test_rmse(maml, ratings, held_out, shots=2 * options.shots, steps=steps)
-        print(f"  MAML, {steps} steps on up to {2 * options.shots} ratings: {error:.3f}")
+        predicted = maml.adapt(batch.support, steps=steps)(batch.query.x).detach().clamp(1, 5)
+        error = (predicted - batch.query.y).square().mean().sqrt()
+        print(f"  MAML, {steps} steps on {options.shots} ratings: {error:.3f}")
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ def needs(name):
 
 
 GNN = ["--epochs=40", "--hidden=8", "--check-steps=1", "--check-nodes=700", "--steps=5", "--outer-steps=1"]
-RECOMMENDER = ["--epochs=1", "--tasks=512", "--shots=2", "--steps=2", "--rank=2"]
+RECOMMENDER = ["--iterations=2", "--students=8", "--shots=2", "--steps=2"]
 ATTENTION = ["--lengths", "64", "128", "--dense-up-to=64", "--band=4", "--width=4", "--heads=2"]
 CASES = [
     pytest.param("gnn_cora", GNN, "test accuracy", marks=needs("planetoid/cora.npz")),
     pytest.param(
-        "recommender", RECOMMENDER, "MAML, 2 steps on up to 4 ratings", marks=needs("insteval/InstEval.csv")
+        "recommender", RECOMMENDER, "MAML, 2 steps on 2 ratings", marks=needs("insteval/InstEval.csv")
     ),
     pytest.param("sparse_attention", ATTENTION, "128", id="sparse_attention"),
     pytest.param("sparse_convolution", ["--examples=2", "--channels=2", "--curves"], "Peak", id="curves"),
