@@ -1,7 +1,7 @@
 """Recommend to students of few known ratings: `python -m experiments.studies.coldstart [preset=small]`.
 
 MAML, ANIL and CAVIA learn one network from InstEval's students, and are evaluated on others by how many of their
-ratings are seen, beside biases and a network that is fine-tuned. Then their meta-steps are timed on tables of up
+ratings are seen, beside biases. Then their meta-steps are timed on tables of up
 to ten million rows, with peak memory.
 """
 
@@ -23,7 +23,7 @@ import metagrad as mg
 from experiments.examples.common import find_file
 from experiments.run.files import markdown
 from experiments.run.measure import cpu_seconds, peak_bytes
-from experiments.run.plots.style import BLUE, GREEN, MUTED, PURPLE, VERMILION, figure, legend_below
+from experiments.run.plots.style import BLUE, GREEN, MUTED, VERMILION, figure, legend_below
 from experiments.run.progress import Progress
 from experiments.run.schema import key
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell, spread
@@ -52,13 +52,11 @@ PENALTY = 0.1  # on the squared entries of the tables, for each rating
 RIDGES = tuple(
     itertools.product((5, 10, 20, 30), (2, 5, 10))
 )  # penalties of biases of students and lecturers
-TUNINGS = tuple(itertools.product((0.01, 0.03, 0.1), (1, 3, 10)))  # learning rates and steps of fine-tuning
 ROWS, WIDE = 32, 16  # of the table of traits, and the width of vectors, in synthetic ratings
 MOST_DENSE = 1000  # MiB that a meta-step with dense tables may be expected to take
 LEARNERS = ("maml", "anil", "cavia")
 METHODS = {
     "biases": ("user + item bias", MUTED),
-    "fine-tuned": ("network, fine-tuned", PURPLE),
     "maml": ("MAML, all adapts", VERMILION),
     "anil": ("ANIL, the head adapts", GREEN),
     "cavia": ("CAVIA, a context adapts", BLUE),
@@ -209,8 +207,8 @@ def loss_fn(scores: Tensor, given: Tensor) -> Tensor:
 def learner(
     name: str, model: Recommender, *, steps: int = STEPS, lr: float = LR, sparse: Sequence[str] = TABLES
 ) -> mg.MAML:
-    """Return a learner with a learned rate for each parameter that adapts; `joint` adapts nothing."""
-    parts = {"maml": "", "anil": "head.", "cavia": "context", "joint": ""}
+    """Return a learner with a learned rate for each parameter that adapts."""
+    parts = {"maml": "", "anil": "head.", "cavia": "context"}
     adapted = [each for each, _ in model.named_parameters() if each.startswith(parts[name])]
     rule = mg.optim.rules.sgd(lr={each: nn.Parameter(torch.tensor(lr)) for each in adapted})
     arguments = {"inner": rule, "steps": steps, "sparse": sparse}
@@ -218,7 +216,7 @@ def learner(
         return mg.ANIL(model, loss_fn, head="head", **arguments)
     if name == "cavia":
         return mg.CAVIA(model, loss_fn, context="context", **arguments)
-    return mg.MAML(model, loss_fn, **{**arguments, "steps": 0 if name == "joint" else steps})
+    return mg.MAML(model, loss_fn, **arguments)
 
 
 def penalty(model: nn.Module, x: dict[str, Tensor]) -> Tensor:
@@ -278,17 +276,6 @@ def user_and_item(config: ColdStartConfig, work: Work) -> Result:
     """Evaluate biases."""
     evaluation = evaluation_of(config, work.seed)
     return evaluation.result(evaluation.biases, penalty=evaluation.biases.penalty)
-
-
-def fine_tuning(config: ColdStartConfig, work: Work) -> Result:
-    """Learn the network on all students together, and evaluate it after gradient steps on a new one's ratings."""
-    evaluation = evaluation_of(config, work.seed)
-    model: Any = trained("joint", config, evaluation, work).model
-    tuned = {
-        (lr, steps): partial(predict, learner("maml", model, steps=steps, lr=lr)) for lr, steps in TUNINGS
-    }
-    lr, steps = min(tuned, key=lambda pair: evaluation.error(tuned[pair]))
-    return evaluation.result(tuned[lr, steps], lr=lr, steps=steps)
 
 
 def meta_learning(config: ColdStartConfig, name: str, work: Work) -> Result:
@@ -415,7 +402,7 @@ def figures(results: list[Result], config: ColdStartConfig, folder: Path) -> lis
         errors, time, memory = axes[0]
         for place, (name, (title, color)) in enumerate(METHODS.items()):
             if columns := above_biases(found, name):
-                x = [seen + 0.1 * (place - 2) for seen in range(len(columns))]
+                x = [seen + 0.1 * (place - 1.5) for seen in range(len(columns))]
                 errors.vlines(x, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.35)
                 means = list(map(statistics.mean, columns))
                 errors.plot(x, means, color=color, marker="o", markersize=4, label=title)
@@ -457,7 +444,7 @@ def check(config: ColdStartConfig) -> None:
 
 def cells(config: ColdStartConfig) -> list[Cell]:
     """Return every method and every size, for each seed."""
-    runs = {"biases": partial(user_and_item, config), "fine-tuned": partial(fine_tuning, config)}
+    runs = {"biases": partial(user_and_item, config)}
     runs |= {name: partial(meta_learning, config, name) for name in LEARNERS}
     for name in LEARNERS:
         runs |= {f"rows/{name}/{rows}": partial(meta_step, config, name, rows, True) for rows in config.sizes}

@@ -24,7 +24,7 @@ from torch.func import functional_call
 import metagrad as mg
 from experiments.run.files import markdown
 from experiments.run.measure import cpu_seconds, peak_bytes
-from experiments.run.plots.style import CYCLE, INK, MUTED, figure, legend_below, thousands
+from experiments.run.plots.style import CYCLE, INK, MUTED, figure, legend_below
 from experiments.run.progress import Progress
 from experiments.run.schema import key
 from experiments.studies import characters
@@ -81,7 +81,6 @@ class ArchitectureConfig(StudyConfig):
     inner_steps: int = key("Steps on the weights for each.")
     batch: int = key("Drawings of a step of the search, at both levels.")
     products: int = key("Steps of CG, Neumann and Unroll.")
-    every: int = key("Steps on the architecture from one eigenvalue to the next.")
     epochs: int = key("Passes over the drawings in training from scratch.")
 
 
@@ -240,29 +239,15 @@ class Search:
         penalty = torch.stack([p.square().sum() for p in params.values()]).sum()
         return self.validation_loss(params, hyper, batch) + DECAY / 2 * penalty
 
-    def eigenvalue(self, params: Params, hyper: Params, batch: Any) -> float:
-        """Return the largest eigenvalue of the validation loss's Hessian in the architecture."""
-        params = {name: p.detach() for name, p in params.items()}
-        alpha = {"alpha": hyper["alpha"].detach().requires_grad_()}
-        source = torch.Generator().manual_seed(self.seed)
-        with mg.hessian(self.validation_loss(params, alpha, batch), alpha) as H:
-            return H.eigenvalues(1, rtol=1e-2, vectors=False, generator=source).values.item()
-
     def run(self, method: Method, log: Callable[[int, dict[str, float]], None]) -> dict[str, Any]:
         """Search by a hypergradient; return the architecture, what was seen along the way, and what it cost."""
-        config, eigenvalues, seconds = self.config, [], 0.0
-        batch = next(iter(self.data.validation.batches(self.config.batch, self.seed)))
+        config = self.config
 
         def observe(step: int, params: Any, hyper: Any, loss: float) -> None:
-            nonlocal seconds
             bar.update()
-            if step % config.every == 0 or step == config.steps - 1:
-                began = time.process_time()
-                eigenvalues.append((step, self.eigenvalue(params, hyper, batch)))
-                log(step, {"loss/validation": loss, "eigenvalue/largest": eigenvalues[-1][1]})
-                seconds -= time.process_time() - began
+            log(step, {"loss/validation": loss})
 
-        seconds -= time.process_time()
+        began = time.process_time()
         steps = Progress(total=config.steps, unit="step", leave=False)
         with warnings.catch_warnings(), steps as bar:
             # A few products are no solution; how far from one is what is compared here.
@@ -281,15 +266,11 @@ class Search:
                 outer_batches=self.data.validation.batches(self.config.batch, self.seed + 1),
                 callback=observe,
             )
-            seconds += time.process_time()
+            seconds = time.process_time() - began
             cost = self.cost(method, found.params, found.hyper)
         return {
             "architecture": discrete(found.hyper["alpha"]),
-            "alpha": found.hyper["alpha"].tolist(),
             "seconds": seconds,
-            "eigenvalues": eigenvalues,
-            "validation_losses": found.outer_losses.tolist(),
-            "training_losses": found.inner_losses.tolist(),
             **cost,
         }
 
@@ -377,25 +358,14 @@ with respect to the weights.
 
 
 def figures(results: list[Result], config: ArchitectureConfig, folder: Path) -> list[Path]:
-    """Draw the accuracies of all architectures, and the eigenvalues along the searches."""
-    groups = by_cell(results)
-    names = [name for name in groups if name not in ("random", "by_hand")]
-    colors: dict[str, str] = dict(zip(names, CYCLE, strict=False))
-    with figure(folder / "search.png", columns=2, size=(10.4, 4.3)) as axes:
-        _accuracies(axes[0, 0], groups, config.seeds, colors)
-        for name in names:
-            _eigenvalues(axes[0, 1], groups[name], colors[name])
-        axes[0, 1].set_yscale("log")
-        thousands(axes[0, 1].xaxis)
-        axes[0, 1].set_xlabel("Step on the architecture")
-        axes[0, 1].set_ylabel("Largest eigenvalue")
-        axes[0, 1].set_title("Hessian with respect to the architecture")
-        axes[0, 1].grid(axis="y")
+    """Draw the accuracies of all architectures."""
+    with figure(folder / "search.png", size=(6.4, 4.3)) as axes:
+        _accuracies(axes[0, 0], by_cell(results), config.seeds)
         legend_below(axes[0, 0], columns=4)
     return [folder / "search.png"]
 
 
-def _accuracies(axis: Any, groups: dict[str, list[Result]], seeds: list[int], colors: dict[str, str]) -> None:
+def _accuracies(axis: Any, groups: dict[str, list[Result]], seeds: list[int]) -> None:
     drawn = {seeds.index(one["seed"]): one["accuracies"] for one in groups.get("random", [])}
     points = [(x, value) for x, values in drawn.items() for value in values]
     style = {"color": MUTED, "alpha": 0.45, "markersize": 4}
@@ -403,6 +373,8 @@ def _accuracies(axis: Any, groups: dict[str, list[Result]], seeds: list[int], co
     x = torch.tensor(list(drawn), dtype=torch.float64)
     medians = [statistics.median(values) for values in drawn.values()]
     axis.hlines(medians, x - 0.35, x + 0.35, color=INK, linewidth=1.4, label="Their median")
+    names = [name for name in groups if name not in ("random", "by_hand")]
+    colors: dict[str, str] = dict(zip(names, CYCLE, strict=False))
     for i, (name, color) in enumerate(colors.items()):
         shift = 0.12 * (i - (len(colors) - 1) / 2)
         points = [(seeds.index(one["seed"]) + shift, one["accuracy"]) for one in groups[name]]
@@ -416,16 +388,6 @@ def _accuracies(axis: Any, groups: dict[str, list[Result]], seeds: list[int], co
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _eigenvalues(axis: Any, own: list[Result], color: str) -> None:
-    """Draw each seed, and the median over seeds."""
-    steps = [step for step, _ in own[0]["eigenvalues"]]
-    rows = [[max(value, 1e-4) for _, value in one["eigenvalues"]] for one in own]
-    for row in rows:
-        axis.plot(steps, row, color=color, alpha=0.25, linewidth=0.8)
-    medians = [statistics.median(values) for values in zip(*rows, strict=True)]
-    axis.plot(steps, medians, color=color, marker="o", markersize=3.5)
 
 
 def check(config: ArchitectureConfig) -> None:
