@@ -22,7 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -75,10 +75,6 @@ class Work:
     def few(self) -> Work:
         """Return the same in float64 on four examples."""
         return Work(copy.deepcopy(self.model).double(), self.x[:4].double(), self.y[:4])
-
-    def resized(self, count: int | None, probes: int) -> Work:
-        """Return the same on the first examples, with another number of probes."""
-        return Work(self.model, self.x[:count], self.y[:count], probes)
 
 
 def mlp() -> Work:
@@ -359,21 +355,20 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each method (3)")
     parser.add_argument("--probes", type=int, default=PROBES, help=f"probes of a trace ({PROBES})")
-    parser.add_argument("--batch", type=int, help="examples, if not all of the workload")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=[*METHODS], help="beside the gradient"
     )
     parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
     arguments = parser.parse_args()
     unknown = set(arguments.workloads) - set(WORKLOADS)
-    if unknown or min(arguments.rounds, arguments.probes, arguments.threads, arguments.batch or 1) < 1:
+    if unknown or min(arguments.rounds, arguments.probes, arguments.threads) < 1:
         parser.error(
-            f"expected workloads among {', '.join(WORKLOADS)} and at least one round, probe, example and thread"
+            f"expected workloads among {', '.join(WORKLOADS)} and at least one round, probe and thread"
         )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
     torch.set_num_threads(arguments.threads)
     for name in arguments.workloads or WORKLOADS:
-        work = WORKLOADS[name]().resized(arguments.batch, arguments.probes)
+        work = replace(WORKLOADS[name](), probes=arguments.probes)
         check(work)
         print(report(name, *measure(work, arguments.rounds, arguments.methods)), end="\n\n", flush=True)
 

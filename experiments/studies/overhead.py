@@ -29,7 +29,7 @@ import metagrad as mg
 from experiments.benchmarks.maml.models import Transformer
 from experiments.run.files import markdown
 from experiments.run.measure import cpu_seconds, held_bytes, peak_bytes
-from experiments.run.plots.style import BLUE, CYCLE, INK, MUTED, VERMILION, figure, legend_below
+from experiments.run.plots.style import BLUE, MUTED, VERMILION, figure, legend_below
 from experiments.run.progress import Progress
 from experiments.run.schema import key
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell
@@ -408,10 +408,10 @@ def _text(row: dict[str, Any], one: Result, quantity: str) -> str:
 
 
 def figures(results: list[Result], config: OverheadConfig, folder: Path) -> list[Path]:
-    """Draw peak and time of order 2 in gradients, and the peak of meta-gradients over inner steps."""
+    """Draw peak and time of order 2, relative to a gradient."""
     found, path = by_cell(results), folder / "overhead.png"
     models = [name for name in config.sizes if f"{name}/remedies" in found]
-    with figure(path, 1, 3, size=(13, 4)) as axes:
+    with figure(path, 1, 2, size=(9, 4)) as axes:
         for place, title in enumerate(("Peak memory", "Time")):
             axis = axes[0, place]
             for i, (quantity, color) in enumerate(((SECOND, BLUE), (PRODUCT, VERMILION))):
@@ -427,20 +427,7 @@ def figures(results: list[Result], config: OverheadConfig, folder: Path) -> list
             axis.set_yticks(range(len(models)), models)
             axis.set_title(f"{title} relative to a gradient")
             axis.grid(axis="x")
-        for color, name in zip(CYCLE, models, strict=False):
-            for remedy, dashes in zip(OVER_STEPS, ("-", "--", ":"), strict=True):
-                own = found.get(f"{name}/steps", [{"rows": []}])[0]["rows"]
-                line = [(row["steps"], row["peak"] / MIB) for row in own if row["remedy"] == remedy]
-                label = name if not remedy else None
-                axes[0, 2].plot(*zip(*line, strict=True), dashes, color=color, label=label) if line else None
-        for remedy, dashes in zip(OVER_STEPS, ("-", "--", ":"), strict=True):
-            axes[0, 2].plot([], [], dashes, color=INK, label=f"memory={remedy or 'full'}")
-        scale = "log" if f"{models[0]}/steps" in found else "linear"
-        axes[0, 2].set(
-            xscale=scale, yscale=scale, xlabel="Inner steps", title="Peak of a meta-gradient (MiB)"
-        )
-        axes[0, 2].grid()
-        legend_below(*axes[0], columns=9)
+        legend_below(*axes[0], columns=2)
     return [path]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from experiments.benchmarks.maml import runner
-from experiments.benchmarks.maml.methods import ANOTHER, BASELINE, METHODS
+from experiments.benchmarks.maml.methods import BASELINE, METHODS
 from experiments.benchmarks.maml.runner import ROUNDING, Record, Records, ratios
 from experiments.benchmarks.maml.workloads import WORKLOADS, load
 from experiments.run import provenance
@@ -75,7 +75,7 @@ def _line(method: str, records: Records) -> str:
     spread = f"{found.lowest:.2f} to {found.highest:.2f}"
     return (
         f"{method:30}{milliseconds:10.1f}{found.faster:8.2f}x  {spread:15}{_peak(record, found.memory)}"
-        f"{_compile(record):>14}{'   another gradient' if method == ANOTHER else _wrong(record)}"
+        f"{_compile(record):>14}{_wrong(record)}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,6 @@ from metagrad.core.budget import Memory
 from metagrad.tasks import Batch
 
 BASELINE = "textbook loop"
-ANOTHER = "MAML, all adapt"  # another gradient than the loop's, for comparison
 LONGEST_GRAPH = 5  # steps; beyond, one graph of all takes minutes to compile
 
 
@@ -133,13 +131,6 @@ def prepare_maml(
     return Prepared(lambda: torch.autograd.grad(maml(work.batch).loss, list(work.params.values())))
 
 
-def prepare_all(work: Workload) -> Prepared:
-    """Make a MAML of which all parameters adapt, for comparison: another algorithm than the workload's."""
-    if not work.adapt:
-        raise RefusedError("all parameters adapt anyway")
-    return prepare_maml(dataclasses.replace(work, adapt=""), memory="full")
-
-
 def higher_loop(work: Workload) -> Tensor:
     """Loop over tasks by higher's inner-loop context (Grefenstette et al. 2019)."""
     import higher  # type: ignore[reportMissingImports]
@@ -204,7 +195,6 @@ METHODS: dict[str, Method] = {
     },
     "metagrad, tasks together": Method(partial(prepare_maml, memory="full", together=True)),
     "metagrad, rows of tables": Method(partial(prepare_maml, memory="full", rows=True)),
-    ANOTHER: Method(prepare_all),
     "torch.func grad + vmap": of_loss(torch_func),
     "torch.func, one compiled function": Method(prepare_by_hand),
     "higher": Method(of_loss(higher_loop).prepare, "higher"),

@@ -173,7 +173,6 @@ HEADS = (
     'metagrad, "full", compiled',
     "torch.func grad + vmap",
     "learn2learn",
-    "MAML, all adapt",
 )
 TABLES = ("textbook loop", 'metagrad, "full"', "metagrad, rows of tables", "torch.func grad + vmap")
 
@@ -187,7 +186,6 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "conv4-4-5": partial(conv4, 4, 5),
     "conv4-32-5": partial(conv4, 32, 5),
     "anil-4-5": partial(anil, 4, 1, 5),
-    "anil-4-5-shots": partial(anil, 4, 5, 5),
     "transformer-5": partial(transformer, 2, 4, 4, 5),
     "transformer-20": partial(transformer, 2, 4, 4, 20),
     "table-10k": partial(table, 10**4),
