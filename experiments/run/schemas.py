@@ -57,10 +57,11 @@ def arguments(make: Any, inherited: bool = False) -> Iterator[Argument]:
     """Yield the arguments of a class or a function, and after them those that it passes on to the class above."""
     sentences, passes_on = arguments_of(f"{make.__module__}.{make.__qualname__}"), False
     for name, argument in inspect.signature(make).parameters.items():
-        if name == "options":
-            yield from arguments(Options, inherited)
-        elif argument.kind is inspect.Parameter.VAR_KEYWORD:
-            passes_on = isinstance(make, type)
+        if argument.kind is inspect.Parameter.VAR_KEYWORD:
+            builds_options = isinstance(make, type) and "Options" in make.__init__.__code__.co_names
+            if builds_options:
+                yield from arguments(Options, inherited)
+            passes_on = isinstance(make, type) and not builds_options
         else:
             words = argument.annotation
             text = words if isinstance(words, str) else inspect.formatannotation(words)
