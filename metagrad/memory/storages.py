@@ -43,7 +43,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def _has_own_dispatch(cls: type) -> bool:
-    return getattr(cls, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+    return getattr(cls, "__torch_dispatch__", None) is not getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
 
 
 def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
