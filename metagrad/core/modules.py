@@ -174,9 +174,11 @@ def content_of(tensor: Tensor, kept: dict[int, Tensor] | None, most: float = LAR
 
     Others are large tensors, and those that require grad. Inference tensors have no version.
     """
+    if tensor.requires_grad:
+        return tensor._version
     if tensor.is_inference() or tensor.layout != torch.strided:
         return None
-    if tensor.requires_grad or tensor.numel() > most or kept is None:
+    if tensor.numel() > most or kept is None:
         return tensor._version
     copy = kept.get(id(tensor))
     if copy is None or not torch.equal(copy, tensor):

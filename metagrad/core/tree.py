@@ -120,12 +120,12 @@ def dissect(tree: Tree) -> tuple[list[Tensor], Structure]:
 
 
 def _take_apart(tree: Tree, tensors: list[Tensor]) -> Any:
-    kind = type(tree)
-    if kind in ATOMS:
-        return tree
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return HOLE
+    kind = type(tree)
+    if kind in ATOMS:
+        return tree
     if kind is dict:
         keys = list(tree)
         return _Branch(lambda parts: dict(zip(keys, parts, strict=True)), _all_apart(tree.values(), tensors))

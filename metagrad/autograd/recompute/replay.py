@@ -138,8 +138,7 @@ class Call:
         with (
             restored(*self.surroundings),
             self.modules.restored(self.name),
-            placed(self.cells),
-            placed(values),
+            placed([*self.cells, *values]),
         ):
             yield
 
@@ -311,7 +310,7 @@ def _edges(tensors: Iterable[Tensor]) -> dict[Edge, Tensor]:
 
 def _version(tensor: Tensor) -> int | None:
     """Return how often a tensor was written into; inference tensors do not count it."""
-    return None if tensor.is_inference() else tensor._version
+    return tensor._version if tensor.requires_grad or not tensor.is_inference() else None
 
 
 def _kept_by_custom(nodes: Iterable[Node]) -> list[tuple[Any, ...]]:
