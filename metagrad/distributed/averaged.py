@@ -8,9 +8,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _AVERAGED = WeakTensorKeyDictionary()
 
 
-def note_average(gradient: Tensor) -> None:
-    """Note that a gradient, as it stands in ``.grad``, is a mean over processes."""
-    _AVERAGED[gradient] = True
+def note_average(param: Tensor) -> None:
+    """Note that the gradient of a parameter, if it has one, is a mean over processes."""
+    if param.grad is not None:
+        _AVERAGED[param.grad] = True
 
 
 def is_average(gradient: Tensor | None) -> bool:

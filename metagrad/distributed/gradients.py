@@ -116,9 +116,7 @@ def average_gradients(
             param.grad = None
         elif layouts[name] == 1 and param.grad is not None:
             param.grad = param.grad.to_coo()  # type: ignore[reportAttributeAccessIssue]
-        gradient: Tensor | None = param.grad
-        if gradient is not None:
-            note_average(gradient)
+        note_average(param)
     reduced = sum(param.nbytes for param in dense) + 8 * (1 + len(LAYOUTS) * len(named))
     return Traffic(group.size(), reduced, gathered)
 
