@@ -23,7 +23,6 @@ class Result(Enum):
 
     CONVERGED = "The residual is within its tolerance."
     PROGRESS = "The last steps made the quadratic model smaller by less than was asked for."
-    BOUNDARY = "The iterate reached the trust radius; the value lies on it."
     MAX_STEPS = (
         "max_steps was reached before the residual was within its tolerance. Allow more steps or a larger rtol, "
         "or improve the condition by damping or a preconditioner."
@@ -51,8 +50,8 @@ class Result(Enum):
 
     @property
     def is_success(self) -> bool:
-        """Whether the solve ended by its tolerance, its progress rule or its radius."""
-        return self in (Result.CONVERGED, Result.PROGRESS, Result.BOUNDARY)
+        """Whether the solve ended by its tolerance or its progress rule."""
+        return self in (Result.CONVERGED, Result.PROGRESS)
 
 
 class SolveError(RuntimeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -72,7 +72,7 @@ def solve(
     "neumann"   positive definite: the series of gradient descent, slow, for its truncation
     =========== ====================================================================================================
 
-    A solver of ``metagrad.curvature.solvers`` in place of its name has options of its own, as ``CG(radius=0.1)``.
+    A solver of ``metagrad.curvature.solvers`` in place of its name has options of its own, as ``Neumann(scale=0.1)``.
 
     **Derivatives.** With gradients enabled, the value is differentiable with respect to ``b``, ``damping`` and every
     tensor that the products depend on. Those must be on the tape: operators of metagrad put them there with
@@ -215,10 +215,9 @@ class _Work:
                 return refuse_derivatives(x, sentence, b, product)
         relative = (limits.tolerance / length(b)).nan_to_num(0.0, posinf=0.0)
         rtol = max(rtol, float(relative.max()) if len(b) else 0.0)
-        solver = replace(self.solver, radius=None) if isinstance(self.solver, CG) else self.solver
         converges = all(result is Result.CONVERGED for result in results)
         adjoint = partial(
-            replace(self, solver=solver).adjoint,
+            self.adjoint,
             rtol=rtol,
             max_steps=limits.max_steps,
             expects_convergence=converges,

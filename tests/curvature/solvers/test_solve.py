@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import metagrad as mg
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.solvers import implicit
-from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.neumann import Neumann
 from metagrad.curvature.solvers.solution import Result, SolveError
 from metagrad.curvature.solvers.solve import solve
@@ -354,23 +353,9 @@ def test_truncated_implicit_derivatives_are_those_of_truncated_solves():
 
 
 def test_a_value_that_is_no_solution_has_no_implicit_derivative():
-    b = torch.ones(2, requires_grad=True)
-    operator = MatrixMap(torch.diag(torch.tensor([1.0, 2.0])))
-    solution = solve(operator, b, method=CG(radius=0.1))
-    assert solution.result is Result.BOUNDARY
-    with pytest.raises(RuntimeError, match=r"the value is no solution.*trust radius"):
-        solution.value.sum().backward()
-    indefinite = solve(MatrixMap(-torch.eye(2)), b)
+    indefinite = solve(MatrixMap(-torch.eye(2)), torch.ones(2, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"the value is no solution.*positive curvature"):
         indefinite.value.sum().backward()
-
-
-def test_a_trust_region_does_not_bound_the_solves_of_derivatives():
-    A, b = matrix("flat", 10), (1e-3 * random(10)).requires_grad_()
-    x = solve(MatrixMap(A), b, method=CG(radius=1.0), rtol=1e-10).value
-    g = 100 * random(10, seed=1)
-    (gradient,) = torch.autograd.grad(x, b, g)
-    torch.testing.assert_close(gradient, torch.linalg.solve(A, g), rtol=1e-6, atol=1e-6)
 
 
 def test_a_solve_that_fails_in_the_backward_pass_raises():
@@ -572,7 +557,7 @@ def test_operators_are_checked():
 def test_results_are_sentences():
     for result in Result:
         assert result.value.endswith(".")
-    assert {r.name for r in Result if r.is_success} == {"CONVERGED", "PROGRESS", "BOUNDARY"}
+    assert {r.name for r in Result if r.is_success} == {"CONVERGED", "PROGRESS"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
