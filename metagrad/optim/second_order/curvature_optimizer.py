@@ -83,7 +83,7 @@ class LossRecorder(TorchFunctionMode):
 def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a constructor, as ``locals()`` has them, that are options of every group."""
     return {
-        k: v for k, v in arguments.items() if k not in ("self", "model", "params", "options", "__class__")
+        k: v for k, v in arguments.items() if k not in ("self", "model", "params", "__class__")
     }
 
 

@@ -678,7 +678,7 @@ class GaussNewton(NewtonCG):
         matrix: ``"ggn"``, the Gauss-Newton matrix, or ``"fisher"``, the exact Fisher matrix.
         damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
         change: The factor of the damping, above 1.
-        **options: The other arguments of :class:`NewtonCG`.
+        **more: The other arguments of :class:`NewtonCG`.
 
     Raises:
         ValueError: A hyper-parameter is out of its range, or parameters differ in dtype or device; in a step, the
@@ -718,10 +718,10 @@ class GaussNewton(NewtonCG):
         matrix: Literal["ggn", "fisher"] = "ggn",
         damping: float | Tensor = 1e-3,
         change: float = 3.0,
-        **options: Any,
+        **more: Any,
     ) -> None:
         self._more = {"matrix": matrix}
-        super().__init__(params, lr, damping=damping, change=change, **options)
+        super().__init__(params, lr, damping=damping, change=change, **more)
 
     def _matrix(self, group: Group) -> str:
         return group["matrix"]

@@ -133,7 +133,7 @@ class SophiaG(SophiaH):
         lr: The step size, as of :class:`SophiaH`.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
         samples: Draws of the labels for each estimate.
-        **options: The other arguments of :class:`SophiaH`.
+        **more: The other arguments of :class:`SophiaH`.
 
     Raises:
         ValueError: A hyper-parameter is out of its range; in ``backward``, the loss contains none of known form.
@@ -167,9 +167,9 @@ class SophiaG(SophiaH):
         *,
         gamma: float | Tensor = 0.05,
         samples: int = 1,
-        **options: Any,
+        **more: Any,
     ) -> None:
-        super().__init__(params, lr, gamma=gamma, samples=samples, **options)
+        super().__init__(params, lr, gamma=gamma, samples=samples, **more)
 
     def _diagonal(
         self,
