@@ -82,9 +82,7 @@ class LossRecorder(TorchFunctionMode):
 
 def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a constructor, as ``locals()`` has them, that are options of every group."""
-    return {
-        k: v for k, v in arguments.items() if k not in ("self", "model", "params", "__class__")
-    }
+    return {k: v for k, v in arguments.items() if k not in ("self", "model", "params", "__class__")}
 
 
 def leaves_behind(loss: Tensor) -> list[Tensor]:
