@@ -263,20 +263,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         return True
 
     def _changes(self, work: Work) -> Iterator[Change]:
-        """Compute the step of a group."""
-        return self._moves(work, self._rule(work.group), self._kept(work.params))
-
-    def _kept(self, params: Params) -> dict[str, ParameterState]:
-        return {key: self.state.get(p, {}) for key, p in params.items()}
-
-    def _moves(self, work: Work, rule: Any, kept: Mapping[str, ParameterState]) -> Iterator[Change]:
-        """Compute a step of a rule, with what is kept of each parameter."""
-        by_step: dict[int | None, list[str]] = defaultdict(list)
-        for key in work.params:
-            by_step[kept[key].get("step")].append(key)
-        for keys in by_step.values():
-            params, grads = ({key: tensors[key] for key in keys} for tensors in work[1:])
-            yield step_whole(rule, params, grads, {key: kept[key] for key in keys})
+        """Compute the step of a group: at once of the parameters that have taken the same number of steps."""
+        group, params, grads = work
+        by_step: dict[int | None, dict[str, ParameterState]] = defaultdict(dict)
+        for key, p in params.items():
+            kept = self.state.get(p, {})
+            by_step[kept.get("step")][key] = kept
+        for states in by_step.values():
+            own, own_grads = ({key: tensors[key] for key in states} for tensors in (params, grads))
+            yield step_whole(self._rule(group), own, own_grads, states)
 
     def _rule(self, group: Group) -> Any:
         """Make the rule of a group's hyper-parameters."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from metagrad.optim.first_order.adam import AdamRule
+from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer, Work
 from metagrad.optim.torch_optim.sparse_gradients import step_rows
-from metagrad.optim.torch_optim.state import ParameterState
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -44,11 +43,14 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
 
     takes_rows = True
 
-    def _moves(self, work: Work, rule: Any, kept: Mapping[str, ParameterState]) -> Iterator[Change]:
+    def _changes(self, work: Work) -> Iterator[Change]:
         """Compute a step; of a table that has had row-sparse gradients, one of its rows."""
         group, params, grads = work
-        tables = {key for key, g in grads.items() if isinstance(g, RowSparse) or "rows" in kept[key]}
-        for key in tables:
-            yield step_rows(rule, key, params[key], grads[key], kept[key])
-        dense = ({key: each[key] for key in params if key not in tables} for each in (params, grads))
-        yield from super()._moves(Work(group, *dense), rule, kept)
+        dense: tuple[Params, Params] = ({}, {})
+        for key, p in params.items():
+            kept, g = self.state.get(p, {}), grads[key]
+            if isinstance(g, RowSparse) or "rows" in kept:
+                yield step_rows(self._rule(group), key, p, g, kept)
+            else:
+                dense[0][key], dense[1][key] = p, g
+        yield from super()._changes(Work(group, *dense))

@@ -22,18 +22,15 @@ ParameterState: TypeAlias = dict[str, Any]
 def joined(rule: Rule, states: Mapping[str, ParameterState], params: Params) -> Any:
     """Put the state of a rule together from those of parameters at one step; what they lack is begun.
 
-    Parameters lack everything before the first step, and later the slots of an option that was set meanwhile. Fields
-    of the rule's state that are dicts have an entry for each parameter. All else is the same for all.
+    Parameters lack everything before the first step, and later the slots of an option that was set meanwhile.
     """
     pattern = _pattern_of(rule)
-    shared = {field: value for field, value in pattern._asdict().items() if value is not None}
-    slots = [field for field, value in shared.items() if isinstance(value, dict)]
+    slots = [field for field, value in pattern._asdict().items() if isinstance(value, dict)]
     if not all(slot in state for state in states.values() for slot in ("step", *slots)):
         begun = apart(rule.init({key: widened(params[key]) for key in states}), states)
         states = {key: {**begun[key], **state} for key, state in states.items()}
-    first = next(iter(states.values()))
     fields = {field: {key: state[field] for key, state in states.items()} for field in slots}
-    return pattern._replace(**({field: first.get(field, value) for field, value in shared.items()} | fields))
+    return pattern._replace(step=next(iter(states.values()))["step"], **fields)
 
 
 _PATTERNS: weakref.WeakKeyDictionary[Rule, Any] = weakref.WeakKeyDictionary()
