@@ -181,7 +181,8 @@ def content_of(tensor: Tensor, kept: dict[int, Tensor] | None, most: float = LAR
     if tensor.numel() > most or kept is None:
         return tensor._version
     copy = kept.get(id(tensor))
-    if copy is None or not torch.equal(copy, tensor):
+    # On an accelerator a comparison would wait for all that is queued there.
+    if copy is None or not tensor.is_cpu or not torch.equal(copy, tensor):
         kept[id(tensor)] = copy = tensor.detach().clone()
     return copy
 

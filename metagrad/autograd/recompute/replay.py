@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from metagrad.autograd.recompute.fingerprint import Fingerprint, difference, is_deterministic
+from metagrad.autograd.recompute.fingerprint import Fingerprint, are_equal, difference, is_deterministic
 from metagrad.core.capture import AutocastState, Flags, RandomState, restored
 from metagrad.core.dispatch import DispatchState
 from metagrad.core.modules import ModuleSnapshot, check_substitutable, content_of, is_as_it_was
@@ -80,7 +80,10 @@ class Call:
         self.differentiated: list[bool] = []
         self.written: set[int] = set()
         self.cells = [(Place(cell, "cell_contents"), cell.cell_contents) for cell in reached.cells]
-        self.found = [Found(place, t, content_of(t, reached.contents)) for place, t in reached.tensors]
+        kept = reached.contents
+        self.found = [
+            Found(place, t, content_of(t, kept if t.is_cpu else None)) for place, t in reached.tensors
+        ]
         self.random = RandomState(reached.generators, reached.libraries)
         self.surroundings = Flags(), AutocastState(), self.random, DispatchState()
         self.modules = ModuleSnapshot(reached.modules, reached.contents)
@@ -205,10 +208,16 @@ class Graph:
 
     def _difference_of_results(self, outputs: list[Tensor]) -> str | None:
         exact = is_deterministic()
-        for index, ((tensor, version), output) in enumerate(zip(self.kept, outputs, strict=False)):
-            # Who wrote into a result since may do so.
-            if tensor._version == version and (found := difference(index, tensor, output, exact=exact)):
-                return found
+        # Who wrote into a result since may do so.
+        kept = [
+            (index, tensor, output)
+            for index, ((tensor, version), output) in enumerate(zip(self.kept, outputs, strict=False))
+            if tensor._version == version
+        ]
+        if not are_equal([(tensor, output) for _, tensor, output in kept]):
+            for index, tensor, output in kept:
+                if found := difference(index, tensor, output, exact=exact):
+                    return found
         others = outputs[len(self.kept) :]
         if self.others is None:
             return "it returns more tensors" if others else None
