@@ -106,7 +106,7 @@ def average_gradients(
     share = weight / total
     dense = [param for name, param in named.items() if layouts[name] == 0]
     tables = {name: param for name, param in named.items() if layouts[name] in (1, 2)}
-    gathered = rows.average(CALL, tables, share, group)
+    gathered = rows.average(CALL, tables, {name for name in tables if layouts[name] == 1}, share, group)
     for param, mean in zip(
         dense, weighted_sums([p.grad for p in dense], dense, share, limit, group), strict=True
     ):
@@ -114,8 +114,6 @@ def average_gradients(
     for name, param in named.items():
         if layouts[name] is None:  # of a process with weight 0
             param.grad = None
-        elif layouts[name] == 1 and param.grad is not None:
-            param.grad = param.grad.to_coo()  # type: ignore[reportAttributeAccessIssue]
         note_average(param)
     reduced = sum(param.nbytes for param in dense) + 8 * (1 + len(LAYOUTS) * len(named))
     return Traffic(group.size(), reduced, gathered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,10 +26,12 @@ class Part(NamedTuple):
     row_ndim: int
 
 
-def average(call: str, tables: Mapping[str, Tensor], share: float, group: ProcessGroup) -> int:
-    """Replace the gradients of tables by the sum over processes, each times its share, as :class:`RowSparse`.
+def average(
+    call: str, tables: Mapping[str, Tensor], coo: Collection[str], share: float, group: ProcessGroup
+) -> int:
+    """Replace the gradients of tables by the sum over processes, each times its share.
 
-    Returns the bytes that each process contributes.
+    The result is :class:`RowSparse`, or COO for the names in ``coo``. Returns the bytes that each process contributes.
     """
     if not tables:
         return 0
@@ -43,7 +45,8 @@ def average(call: str, tables: Mapping[str, Tensor], share: float, group: Proces
         rows, values = _padded(part, table, row_ndim, int(counts[:, number, 0].max()), share)
         nbytes += rows.nbytes + values.nbytes
         every = (_gathered(rows, group), _gathered(values, group)) if len(rows) else ([rows], [values])
-        table.grad = _added(*every, counts[:, number, 0].tolist(), table)
+        mean = _added(*every, counts[:, number, 0].tolist(), table)
+        table.grad = mean.to_coo() if name in coo else mean
     return nbytes
 
 
