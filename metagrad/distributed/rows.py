@@ -31,7 +31,7 @@ def average(
 ) -> int:
     """Replace the gradients of tables by the sum over processes, each times its share.
 
-    The result is :class:`RowSparse`, or COO for the names in ``coo``. Returns the bytes that each process contributes.
+    The result is :class:`RowSparse`, or COO for the names in ``coo``. Returns the bytes of one process.
     """
     if not tables:
         return 0

@@ -17,7 +17,7 @@ from typing import Literal, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_a
+from metagrad.core.checks import check_choice, check_type, refuse
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -72,11 +72,8 @@ class SparsePolicy:
     def __post_init__(self) -> None:
         for name in ("threshold", "min_nnz", "max_dense_bytes"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"SparsePolicy({name}=...): expected at least 0, got {getattr(self, name)}.")
-        if self.layout not in get_args(Layout):
-            raise ValueError(
-                f"SparsePolicy(layout=...): expected one of {get_args(Layout)}, got {self.layout!r}."
-            )
+                refuse(f"SparsePolicy({name})", "a number of 0 or more", getattr(self, name))
+        check_choice("SparsePolicy(layout)", self.layout, Layout)
 
     def prefers_dense(
         self, shape: Sequence[int], nnz: int, dtype: torch.dtype, *, width: int | None = None
@@ -123,8 +120,7 @@ def use_policy(policy: SparsePolicy) -> Generator[SparsePolicy]:
         ...     policy is never
         True
     """
-    if not is_a(policy, SparsePolicy):
-        raise TypeError(f"use_policy(policy): expected a SparsePolicy, got {type(policy).__name__}.")
+    check_type("use_policy(policy)", policy, SparsePolicy)
     with _held(_POLICIES, policy):
         yield policy
 

@@ -36,12 +36,14 @@ def test_prefers_dense(policy, shape, nnz, width, dense):
 @pytest.mark.parametrize("field", ["threshold", "min_nnz", "max_dense_bytes"])
 @pytest.mark.parametrize("value", [-1, math.nan])
 def test_numbers_are_checked(field, value):
-    with pytest.raises(ValueError, match=rf"SparsePolicy\({field}=...\): expected at least 0, got {value}"):
+    with pytest.raises(
+        ValueError, match=rf"SparsePolicy\({field}\): expected a number of 0 or more, got {value}"
+    ):
         SparsePolicy(**{field: value})
 
 
 def test_layouts_are_named():
-    with pytest.raises(ValueError, match=r"expected one of \('auto', 'gather'\), got 'coo'"):
+    with pytest.raises(ValueError, match="expected one of 'auto', 'gather', got 'coo'"):
         SparsePolicy(layout="coo")  # type: ignore[arg-type]
 
 
@@ -61,7 +63,7 @@ def test_a_policy_is_in_force_inside_its_block():
 
 def test_only_policies_are_used():
     with (
-        pytest.raises(TypeError, match=r"use_policy\(policy\): expected a SparsePolicy, got float"),
+        pytest.raises(TypeError, match=r"use_policy\(policy\): expected SparsePolicy, got float"),
         use_policy(0.5),
     ):  # type: ignore[arg-type]
         pass

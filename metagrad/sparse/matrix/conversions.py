@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from metagrad.core._torch import from_numpy
+from metagrad.core.checks import check_choice
 from metagrad.sparse.checks import check_floating, check_indices, check_real, check_shape
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.entries import Entries
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 ScipyFormat: TypeAlias = Literal["bsr", "coo", "csc", "csr", "dia", "dok", "lil"]
 
-SCIPY_FORMATS = get_args(ScipyFormat)
 SCIPY_DTYPES = (torch.float32, torch.float64)
 TARGETS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 LAYOUTS = (*TARGETS, torch.sparse_bsr, torch.sparse_bsc)
@@ -210,8 +210,7 @@ class Conversions(Entries):
         import scipy.sparse
 
         call, pattern, values = "SparseTensor.to_scipy(format)", self.pattern, self.values
-        if format not in SCIPY_FORMATS:
-            raise ValueError(f"{call}: format must be one of {', '.join(SCIPY_FORMATS)}, got {format!r}.")
+        check_choice(call, format, ScipyFormat)
         if values.device.type != "cpu":
             raise ValueError(f"{call}: a is on {values.device}, SciPy on the CPU. Use a.to('cpu') first.")
         if values.dtype not in SCIPY_DTYPES:

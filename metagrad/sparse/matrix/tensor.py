@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import add_safe_globals, pytree
-from metagrad.core.checks import is_a
+from metagrad.core.checks import check_type, is_a
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.matrix.conversions import Conversions
@@ -126,8 +126,7 @@ class SparseTensor(Conversions, Operators):
     __array_priority__ = 1000  # numpy leaves mixed arithmetic to us, which refuses it
 
     def __init__(self, pattern: Pattern, values: Tensor) -> None:
-        if not is_a(pattern, Pattern):
-            raise TypeError(f"{_CALL}: pattern must be a Pattern, got {type(pattern).__name__}.")
+        check_type(f"{_CALL}: pattern", pattern, Pattern)
         check_floating(_CALL, "values", values)
         if list(values.shape) != [pattern.nnz]:
             raise ValueError(
@@ -298,8 +297,7 @@ def sddmm(a: Tensor, b: Tensor, pattern: Pattern) -> SparseTensor:
         SparseTensor(shape=(2, 2), nnz=2, values=tensor([11., 11.]))
     """
     call = "sddmm(a, b, pattern)"
-    if not is_a(pattern, Pattern):
-        raise TypeError(f"{call}: pattern must be a Pattern, got {type(pattern).__name__}.")
+    check_type(f"{call}: pattern", pattern, Pattern)
     check_floating(call, "a", a)
     check_floating(call, "b", b)
     check_same(call, "a and b", a, b)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metagrad.core._torch import broadcast_shapes
-from metagrad.core.checks import is_a
+from metagrad.core.checks import check_type
 from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
@@ -105,10 +105,7 @@ def _group(num: int, nnz: int) -> int:
 
 def _check_arguments(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> torch.Size:
     """Return the broadcast leading dimensions."""
-    if not is_a(pattern, Pattern):
-        raise TypeError(
-            f"{_CALL}: pattern must be a Pattern, got {type(pattern).__name__}. Pattern.from_mask(mask) makes one."
-        )
+    check_type(f"{_CALL}: pattern", pattern, Pattern)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floating(_CALL, name, x)
     check_same(_CALL, "q and k", q, k)

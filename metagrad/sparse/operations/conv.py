@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import Context, VmapInfo
-from metagrad.core.checks import is_a
+from metagrad.core.checks import check_type
 from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels.tangents import Bilinear
@@ -149,11 +149,7 @@ def _adjoint(w: Tensor) -> Tensor:
 
 
 def _check_arguments(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None) -> None:
-    if not is_a(rulebook, Rulebook):
-        raise TypeError(
-            f"{_CALL}: rulebook must be a Rulebook, got {type(rulebook).__name__}. "
-            "Rulebook(coords, kernel_size) makes one."
-        )
+    check_type(f"{_CALL}: rulebook", rulebook, Rulebook)
     for name, tensor in (("x", x), ("weight", weight)) + ((("bias", bias),) if bias is not None else ()):
         check_floating(_CALL, name, tensor)
         check_same(_CALL, f"x and {name}", x, tensor)

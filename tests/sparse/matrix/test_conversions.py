@@ -203,7 +203,7 @@ def test_conversions_are_not_as_large_as_the_matrix():
             ValueError,
             r"requires grad, .* Use a.detach\(\) first",
         ),
-        (lambda: A.to_scipy("xyz"), ValueError, "format must be one of bsr, .* got 'xyz'"),
+        (lambda: A.to_scipy("xyz"), ValueError, r"to_scipy\(format\): expected one of 'bsr', .* got 'xyz'"),
         (lambda: A.to("meta").to_scipy(), ValueError, "a is on meta, SciPy on the CPU"),
         (lambda: A.to(torch.bfloat16).to_scipy(), TypeError, r"a is torch.bfloat16. Use a.float\(\) first"),
         (

@@ -224,7 +224,7 @@ def test_dropout_zeroes_scales_and_masks_the_gradient():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: SparseTensor(DENSE, torch.ones(3)), TypeError, "pattern must be a Pattern, got Tensor"),
+        (lambda: SparseTensor(DENSE, torch.ones(3)), TypeError, "pattern: expected Pattern, got Tensor"),
         (
             lambda: SparseTensor(PATTERN, torch.ones(3, 1)),
             ValueError,

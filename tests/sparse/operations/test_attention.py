@@ -242,7 +242,7 @@ def peak(n, band, order):
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"pattern": torch.ones(5, 4, dtype=torch.bool)}, TypeError, "pattern must be a Pattern, got Tensor"),
+        ({"pattern": torch.ones(5, 4, dtype=torch.bool)}, TypeError, "pattern: expected Pattern, got Tensor"),
         ({"k": torch.zeros(4, 3, dtype=torch.int64)}, TypeError, "k must be real floating point"),
         ({"v": draw(4, 2, dtype=torch.float32)}, TypeError, "q and v must have one dtype"),
         ({"q": draw(6, 3)}, ValueError, r"pattern is \(5, 4\), so q must be \[\.\.\., 5, D\].*got \[6, 3\]"),

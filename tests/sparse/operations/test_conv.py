@@ -208,7 +208,7 @@ RULEBOOK = Rulebook(torch.tensor([[0, 0, 0], [0, 0, 1]]), 3)
         (
             {"rulebook": RULEBOOK.coords},
             TypeError,
-            r"rulebook must be a Rulebook, got Tensor.*Rulebook\(coords",
+            r"rulebook: expected Rulebook, got Tensor",
         ),
         ({"x": [1.0]}, TypeError, "x must be a tensor, got list"),
         ({"weight": draw(3, 2, 3, 3, dtype=torch.float32)}, TypeError, "x and weight must have one dtype"),

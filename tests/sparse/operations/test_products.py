@@ -75,7 +75,7 @@ META = "meta"
         (
             lambda: sddmm(ones(2, 4), ones(4, 3), ones(2, 3)),
             TypeError,
-            r"pattern must be a Pattern, got Tensor",
+            r"pattern: expected Pattern, got Tensor",
         ),
         (
             lambda: spgemm(matrix(), matrix()),
