@@ -57,7 +57,7 @@ class OwnMatrices:
 
 
 def refuse_half(call: str, dtype: torch.dtype) -> None:
-    """Refuse a dtype of which torch factorises no matrices."""
+    """Raise ``TypeError`` if torch does not factorize matrices of a dtype."""
     if dtype not in FACTORISED:
         raise TypeError(
             f"{call}: factorises a matrix, which torch does in float32 and float64, got an operator of {dtype}. Take "

@@ -111,7 +111,7 @@ def _entering(losses: object, leaves: Params) -> Params:
 
 
 def check_inverse(call: str, method: object) -> None:
-    """Refuse a method that cannot be attached to a minimum."""
+    """Raise if a method cannot be attached to a minimum."""
     if not isinstance(method, ImplicitMethod):
         raise TypeError(
             f"{call}: expected an implicit method, CG, Neumann, Exact or FirstOrder(scale=...) of mg.hypergrad, got "

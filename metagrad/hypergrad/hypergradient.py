@@ -78,7 +78,7 @@ def hypergradient(
 
 
 def checked(method: Method) -> Method:
-    """Refuse what is not a method."""
+    """Raise ``TypeError`` unless a value is a method."""
     if isinstance(method, type) or not hasattr(method, "estimate"):
         raise TypeError(
             f"hypergradient(..., method): expected a method such as hypergrad.CG(steps=20), got {method!r}."

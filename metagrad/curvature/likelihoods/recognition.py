@@ -67,7 +67,7 @@ _LINEAR = {
 
 
 def is_linear_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Say whether a tensor is one of the outputs, or one reshaped, transposed, sliced or cast."""
+    """Return whether a tensor is one of the outputs, or one reshaped, transposed, sliced or cast."""
     ends = {output.grad_fn for output in outputs}
     node = tensor.grad_fn
     while node is not None and node not in ends:
@@ -118,7 +118,7 @@ def _watched(loss: Callable[[], Tensor]) -> tuple[Tensor, _Call | None]:
 
 
 def _is_plain(arguments: _Arguments, outputs: Sequence[Tensor]) -> bool:
-    """Say whether the input alone depends on the outputs."""
+    """Return whether the input alone depends on the outputs."""
     return _depend([arguments["input"]], outputs) and not _depend(_others(arguments), outputs)
 
 

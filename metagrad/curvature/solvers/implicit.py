@@ -58,7 +58,7 @@ def refuse_derivatives(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
 
 
 def is_batched(x: Tensor) -> bool:
-    """Say whether ``torch.func.vmap`` has added a dimension to a tensor."""
+    """Return whether ``torch.func.vmap`` has added a dimension to a tensor."""
     while _torch.is_functorch_wrapped(x):
         if _torch.is_batched(x):
             return True
@@ -67,7 +67,7 @@ def is_batched(x: Tensor) -> bool:
 
 
 def _varies(x: Tensor) -> bool:
-    """Say whether a tensor may have a derivative; inside a transform, outer levels cannot be seen."""
+    """Return whether a tensor may have a derivative; inside a transform, outer levels cannot be seen."""
     is_transformed = _torch.functorch_is_active() or _torch.forward_level() >= 0
     return x.requires_grad or is_transformed
 

@@ -165,7 +165,10 @@ def solve(
 
 
 def _refuse_norms_out_of_range(b: Tensor) -> None:
-    """Refuse rows of half precision whose norm overflows or vanishes: 0 would be the solution, to any tolerance."""
+    """Raise ``ValueError`` for rows of half precision whose norm overflows or vanishes.
+
+    Zero would be their solution, to any tolerance.
+    """
     if b.dtype not in HALF or is_batched(b):
         return
     b = b.detach()
