@@ -165,7 +165,7 @@ def ritz_pairs(space: KrylovSpace) -> RitzPairs:
 
 
 def nothing_missed(space: KrylovSpace, pairs: RitzPairs, k: int, which: Which, tolerance: float) -> bool:
-    """Return whether the search beside the locked pairs, k of them wanted, would have shown another one that is wanted."""
+    """Return whether the search beside the k wanted pairs would have shown another one that is wanted."""
     locked, others = pairs.values[:k], pairs.values[space.locked :]
     residuals = pairs.residuals[space.locked :]
     return others.numel() > 0 and all(
