@@ -43,7 +43,12 @@ def refusal(inner: InnerLoop, tasks: Tasks) -> str | None:
 
 def is_one_graph(inner: InnerLoop, params: Params, tasks: Tasks) -> bool:
     """Return whether a meta-batch is small enough to be compiled as one function, and no step is needed alone."""
-    if inner.memory != "full" or inner.start is not None or inner.minimum is not None:
+    if (
+        type(inner) is not InnerLoop
+        or inner.memory != "full"
+        or inner.start is not None
+        or inner.minimum is not None
+    ):
         return False
     if not torch.is_grad_enabled() or inner.steps > SEVERAL or tasks.query_x is None:
         return False
