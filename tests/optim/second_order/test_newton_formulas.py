@@ -125,6 +125,25 @@ def test_a_direction_of_negative_curvature_descends_by_its_absolute_value():
     torch.testing.assert_close(w.detach(), torch.tensor([0.0, 0.2], dtype=F64))
 
 
+@pytest.mark.parametrize("make", [NewtonCG, GaussNewton])
+def test_a_preconditioner_takes_fewer_products_where_scales_differ(make):
+    """A regression whose inputs have scales over four orders of magnitude."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 30, generator=generator, dtype=F64) * torch.logspace(-2, 2, 30, dtype=F64)
+    y = torch.randn(200, generator=generator, dtype=F64)
+    found, products = [], []
+    for preconditioner in (None, "diagonal"):
+        w = torch.zeros(30, dtype=F64, requires_grad=True)
+        options = {"damping": 0.0, "rtol": 1e-8, "progress": None, "seed": 0, "adapt": False}
+        opt = make([w], preconditioner=preconditioner, **options)
+        opt.step(closure_of(opt, lambda w=w: F.mse_loss(x @ w, y)))
+        found.append(x @ w.detach())
+        products.append(opt.stats["products"])
+    for each in found:
+        torch.testing.assert_close(each, x @ torch.linalg.lstsq(x, y).solution, rtol=1e-3, atol=1e-5)
+    assert products[1] < products[0] / 2
+
+
 # Matrices
 
 
