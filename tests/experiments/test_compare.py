@@ -97,11 +97,6 @@ def finished_run(fast_run, tmp_path):
     return folder
 
 
-def test_a_failure_beside_a_result_does_not_hide_it(finished_run):
-    (finished_run / "failure.txt").write_text("resume: no\n")
-    assert find_jobs(finished_run.parent)[0].status == "finished"
-
-
 REASONS = [
     ("", "failed: without a reason"),
     ("MAML: nan\n", "failed: MAML: nan"),

@@ -28,7 +28,6 @@ NODES = {
 """The keys of the plugins that `conf/` sets; a key that they do not have is refused."""
 
 CASES = [
-    ("launcher=local", "launcher", "basic", {}, None),
     ("launcher=joblib", "launcher", "joblib", {}, None),
     ("launcher=slurm", "launcher", "submitit_slurm", {"max_num_timeout": 10}, "auto"),
     ("sweeper=optuna", "sweeper", "optuna", {"max_failure_rate": 1.0, "n_trials": 20}, None),

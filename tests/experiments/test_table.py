@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from unittest import mock
 
 import pytest
@@ -11,7 +10,6 @@ from hydra import compose, initialize_config_dir
 
 from experiments import table
 from experiments.run.config import converted
-from experiments.run.evaluate import Interval
 from experiments.run.help import CONF
 from experiments.table import run_table
 from tests.experiments.run.test_algorithms import TINY
@@ -91,16 +89,10 @@ def test_a_cell_that_was_interrupted_goes_on_and_one_that_failed_is_told(tmp_pat
     assert "No cell is finished." in written
 
 
-def test_an_interval_of_seeds_is_over_all_their_tasks():
-    values = [Interval(90.0, 0.6, 100), Interval(92.0, 0.8, 100)]
-    assert table.pooled(values) == Interval(91.0, math.sqrt(0.6**2 + 0.8**2) / 2, 200)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"minutes": 1.0, "iterations": 10}, "give iterations or minutes, not both"),
-        ({"minutes": math.nan}, "minutes must be positive and finite, got nan"),
         (
             {"algorithms": ["maml", "mamml"]},
             "there is no algorithm=mamml; conf/algorithm has one file for each",

@@ -10,10 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from hydra.errors import ConfigCompositionException
-from omegaconf import OmegaConf
 
 import metagrad as mg
-from experiments import train
 from experiments.run.build import build, build_parts
 from experiments.run.fit import preflight
 from experiments.run.metrics import last_values, read_rows, series, value_of
@@ -22,7 +20,7 @@ from experiments.train import run_job
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.tasks import Batch, Examples
 from tests.experiments.conftest import FAST
-from tests.marks import fast, slow
+from tests.marks import fast
 from tests.meta.checks.test_preflight import Applied, Wrong
 
 FILES = [
@@ -61,30 +59,12 @@ class SupportMean(torch.nn.Module):
         )
 
 
-class NeverAdapts(torch.nn.Module):
-    """Has no ``adapt``."""
-
-    def __init__(self, model, loss_fn, **settings):
-        super().__init__()
-
-
 def test_a_run_takes_any_algorithm_of_the_protocol(run, tmp_path):
     run(tmp_path, f"algorithm._target_={__name__}.SupportMean", "allow=[tests.]", plots=True)
     assert [name for name in FILES if not (tmp_path / name).exists()] == []
     metrics = json.loads((tmp_path / "result.json").read_text())["metrics"]
     assert metrics["test/query_loss"]["mean"] != metrics["test/query_loss_before"]["mean"]
     assert all(math.isfinite(metric["mean"]) for metric in metrics.values())
-
-
-def test_what_is_no_algorithm_is_refused(composed):
-    config = composed(f"algorithm._target_={__name__}.NeverAdapts", "allow=[tests.]")
-    with pytest.raises(ValueError, match="NeverAdapts is no meta-learning algorithm"):
-        build_parts(config)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_run_leaves_its_files(fast_run, name):
-    assert (fast_run / name).stat().st_size > 0
 
 
 def test_metrics_have_one_row_a_step_and_names_with_groups(fast_run):
@@ -94,12 +74,6 @@ def test_metrics_have_one_row_a_step_and_names_with_groups(fast_run):
     after = {"validation/query_loss", "validation/query_loss_ci95"}
     before = {"validation/query_loss_before", "validation/query_loss_before_ci95"}
     assert set(rows[0]) == {"step"} | after | before
-
-
-def test_costs_are_apart(fast_run):
-    rows = read_rows(fast_run / "costs.jsonl")
-    assert set(rows[0]) == {"step", "time/outer_step(ms)", "memory/peak(MiB)"}
-    assert min(row["memory/peak(MiB)"] for row in rows) > 10
 
 
 def test_the_result_has_its_protocol(fast_run):
@@ -143,20 +117,6 @@ def test_a_cosine_ends_at_zero(run, tmp_path):
     assert rates[-1] == pytest.approx(0, abs=1e-12)
 
 
-def test_anomaly_mode_is_on_for_its_run_only(run, tmp_path, recwarn):
-    run(tmp_path / "a", "anomaly=true")
-    assert torch.is_anomaly_enabled()
-    run(tmp_path / "b")
-    assert not torch.is_anomaly_enabled()
-
-
-def test_preflight_reports_and_changes_nothing(run, fast_run, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    folder = run(tmp_path, "preflight=true")
-    assert "Derivatives of orders 1 to 2 of MLP, 2 tasks" in caplog.text
-    assert (folder / "metrics.jsonl").read_text() == (fast_run / "metrics.jsonl").read_text()
-
-
 def test_preflight_ends_a_run_whose_derivatives_are_wrong(composed):
     config = composed(*FAST)
     parts = build_parts(config)
@@ -164,22 +124,6 @@ def test_preflight_ends_a_run_whose_derivatives_are_wrong(composed):
     maml = mg.MAML(model, parts.loss_fn, inner=mg.optim.rules.sgd(lr=0.1), steps=0)
     with pytest.raises(MissingDerivative, match=r"(?s)preflight=true found.*wrong +1 +1 +Applied"):
         preflight(parts._replace(algorithm=maml), lambda: build(config.task).sample(2))
-
-
-def test_threads_are_those_of_the_run(run, tmp_path):
-    default = torch.get_num_threads()
-    recorded = [
-        json.loads((run(tmp_path / name, f"threads={value}") / "provenance.json").read_text())["threads"][
-            "of torch"
-        ]
-        for name, value in (("a", 1), ("b", "null"))
-    ]
-    assert recorded == [1, default]
-
-
-def test_no_wandb_is_needed_without_its_logger(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert (run(tmp_path) / "result.json").exists()
 
 
 @pytest.mark.slow
@@ -192,14 +136,6 @@ def test_wandb_offline_mirrors_every_job_into_its_own_folder(run, tmp_path, monk
         assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 1
         images = folder.glob("wandb/offline-run-*/files/media/images/plots/*")
         assert {path.name.partition("_")[0] for path in images} == {"adaptation", "learning", "memory"}
-
-
-@pytest.mark.slow
-def test_wandb_disabled_writes_nothing(run, fast_run, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    folder = run(tmp_path, "logger=wandb")
-    assert not list(folder.glob("wandb/*run*"))
-    assert (folder / "metrics.jsonl").read_bytes() == (fast_run / "metrics.jsonl").read_bytes()
 
 
 def test_a_loss_that_is_not_finite_names_iteration_task_and_step(run, tmp_path):
@@ -237,20 +173,11 @@ def test_a_sweep_gets_the_metric_it_asks_for(composed, fast_run, tmp_path):
     assert [value_of(name, measured) for name in METRICS] == [measured[name] for name in METRICS]
 
 
-def test_the_program_returns_the_metric_to_hydra(monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "run_job", lambda config, folder: 0.25)
-    monkeypatch.setattr(train, "typed", lambda config: config)
-    monkeypatch.setattr(
-        train.HydraConfig, "get", lambda: OmegaConf.create({"runtime": {"output_dir": str(tmp_path)}})
-    )
-    assert train.program(OmegaConf.create({})) == 0.25  # type: ignore[reportCallIssue]
-
-
 def test_the_unit_of_a_metric_may_be_left_out():
     assert value_of("test/accuracy", {"test/accuracy_before(%)": 20.0, "test/accuracy(%)": 90.0}) == 90.0
 
 
-@pytest.mark.parametrize("name", [slow("validation/accuracy"), "test/los", slow("query_loss")])
+@pytest.mark.parametrize("name", ["test/los"])
 def test_a_metric_that_is_not_measured_is_refused_before_training(run, tmp_path, name):
     with pytest.raises(
         ValueError, match=rf"metric={name} is not measured; what is: validation/query_loss_before, "
@@ -264,8 +191,6 @@ MISFITS = [
         ["model.sizes=[2,4,1]"],
         r"inputs \[10, 1\] and targets \[10, 1\] of a task, MLP or the loss says: (addmm: )?mat1",
     ),
-    (["model.sizes=[1,4,2]"], "or the loss says: Using a target size"),
-    (["loss._target_=torch.nn.functional.nll_loss"], "or the loss says: "),
 ]
 
 
@@ -278,7 +203,7 @@ def test_a_model_that_does_not_fit_the_tasks_is_refused_before_anything_is_writt
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", fast(("adahessian", "kfac", "lbfgs", "muon", "sgd", "shampoo"), INNER_RULES))
+@pytest.mark.parametrize("name", fast(("kfac", "muon", "sgd"), INNER_RULES))
 @pytest.mark.filterwarnings("ignore:MAML")
 def test_every_rule_can_be_the_inner_rule(composed, name):
     parts = build_parts(
@@ -343,14 +268,14 @@ def own_package(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("allow", ["[mypackage.]", "[mypackage]"])
+@pytest.mark.parametrize("allow", ["[mypackage.]"])
 def test_a_model_a_task_and_a_rule_of_the_users_are_trained(run, tmp_path, own_package, allow):
     folder = run(tmp_path, *own_package, f"allow={allow}", "memory.enabled=false")
     losses = series(read_rows(folder / "metrics.jsonl"), "train/query_loss")[1]
     assert all(map(math.isfinite, losses))
 
 
-@pytest.mark.parametrize("allow", ["[]", "[mypack]", "[other.]"])
+@pytest.mark.parametrize("allow", ["[]", "[mypack]"])
 def test_packages_that_are_not_allowed_are_refused_with_what_to_say(run, tmp_path, own_package, allow):
     with pytest.raises(
         ValueError, match=r"_target_=mypackage\.Lines is not allowed; .*, as by allow=\[mypackage\.\]"

@@ -1,20 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import sys
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import metagrad as mg
 from experiments.benchmarks.maml import __main__ as program
-from experiments.benchmarks.maml import methods, runner, worker, workloads
-from experiments.benchmarks.maml.methods import BASELINE, METHODS, Method, Prepared, RefusedError
+from experiments.benchmarks.maml import runner, worker, workloads
+from experiments.benchmarks.maml.methods import BASELINE, METHODS, Method, Prepared
 from experiments.benchmarks.maml.runner import Record
 from experiments.benchmarks.maml.worker import Request
 
@@ -82,12 +80,6 @@ def test_the_transformers_tasks_run_together():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_compiled_methods_are_compiled(monkeypatch):
-    monkeypatch.setattr(methods, "prepare_maml", None)
-    made = METHODS['metagrad, "step", compiled']
-    assert made.prepare.keywords == {"memory": "step", "compile": True}
-
-
 def with_batch_norm() -> workloads.Workload:
     """A model that cannot be compiled: it has running statistics."""
     work = tiny()
@@ -101,16 +93,7 @@ def test_a_maml_that_falls_back_is_refused_with_its_reason(monkeypatch):
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_what_is_not_installed_is_listed_as_such(name, monkeypatch, capsys):
-    monkeypatch.setitem(METHODS, name, Method(METHODS[name].prepare, "no_such_package"))
-    records = runner.agreement(ask, "tiny", [BASELINE, name])
-    runner.measure(ask, "tiny", records, rounds=1, seconds=0.001)
-    lines = program.table("tiny", "two tasks", records).splitlines()
-    assert lines[-1].split(maxsplit=name.count(" ") + 1)[-1] == "not installed"
-
-
-@pytest.mark.parametrize("name", RIVALS)
-@pytest.mark.parametrize("workload", ["tiny", "mlp-20", "conv4-4-1", "transformer-5"])
+@pytest.mark.parametrize("workload", ["tiny", "conv4-4-1"])
 def test_rivals_agree_where_they_are_installed(name, workload):
     pytest.importorskip(METHODS[name].package)
     narrow = partial(ask_with_steps, 2)
@@ -139,12 +122,6 @@ def test_ours_must_not_be_wrong(monkeypatch):
         runner.agreement(ask, "tiny", [OURS])
 
 
-def test_ours_must_not_be_nan(monkeypatch):
-    monkeypatch.setitem(METHODS, OURS, scaled(float("nan")))
-    with pytest.raises(SystemExit, match="error nan"):
-        runner.agreement(ask, "tiny", [OURS])
-
-
 def test_a_rival_that_is_wrong_is_marked(monkeypatch):
     monkeypatch.setitem(METHODS, "a rival", scaled(1.001))
     records = runner.agreement(ask, "tiny", ["a rival"])
@@ -152,53 +129,10 @@ def test_a_rival_that_is_wrong_is_marked(monkeypatch):
     assert program.table("tiny", "", records).splitlines()[-1].endswith("wrong by 0.1 %")
 
 
-def refuses(work: workloads.Workload) -> Prepared:
-    raise RefusedError("it does not want to")
-
-
-def test_nothing_is_compared_with_a_loop_that_does_not_run(monkeypatch):
-    monkeypatch.setitem(METHODS, BASELINE, Method(refuses))
-    with pytest.raises(SystemExit, match="tiny: the textbook loop does not run: it does not want to"):
-        runner.agreement(ask, "tiny", [OURS])
-
-
-def test_methods_take_turns_and_only_the_first_round_weighs():
-    asked: list[Request] = []
-
-    def note(request: Request) -> dict:
-        asked.append(request)
-        return answers(1.0)[0]
-
-    records = {name: Record() for name in (BASELINE, OURS, "higher")} | {"JAX jit": Record("not installed")}
-    runner.measure(note, "tiny", records, rounds=4, seconds=1.0)
-    rounds = [[request.method for request in asked[i : i + 3]] for i in range(0, 12, 3)]
-    assert [sorted(names) for names in rounds] == [sorted([BASELINE, OURS, "higher"])] * 4
-    assert len({tuple(names) for names in rounds}) > 1
-    assert [request.weigh for request in asked] == [True] * 3 + [False] * 9
-
-
-def test_a_method_that_gives_up_in_a_later_round_is_refused():
-    records = {name: Record(error=0.0) for name in (OURS, BASELINE)}
-    asked: list[str] = []
-
-    def note(request: Request) -> dict:
-        asked.append(request.method)
-        gives_up = request.method == OURS and asked.count(OURS) == 2
-        return {"refused": "took longer than 1 s"} if gives_up else answers(1.0)[0]
-
-    runner.measure(note, "tiny", records, rounds=3, seconds=1.0)
-    assert records[OURS] == Record("took longer than 1 s", 0.0)
-    assert len(records[BASELINE].rounds) == 3
-
-
 def test_ratios_are_of_the_same_round():
     loop = Record(rounds=answers(1.0, 2.0, 4.0, peak=1000))
     ours = Record(rounds=answers(0.5, 0.5, 0.5, peak=250))
     assert runner.ratios(ours, loop) == runner.Ratios(faster=4.0, lowest=2.0, highest=8.0, memory=0.25)
-
-
-def test_compile_time_is_what_the_first_call_takes_longer():
-    assert Record(rounds=answers(0.5, first=3.0)).compile_seconds == [2.5]
 
 
 def test_the_table_says_what_was_measured():
@@ -223,11 +157,6 @@ def test_the_table_says_what_was_measured():
         "19.8,",
         "4.0",
     ]
-
-
-def test_times_for_the_seconds_asked_and_at_least_three_calls():
-    assert len(worker.durations(lambda: None, 1e-9)) == worker.FEWEST_CALLS
-    assert len(worker.durations(lambda: None, 0.01)) > worker.FEWEST_CALLS
 
 
 @pytest.fixture
@@ -256,30 +185,3 @@ def test_a_process_that_takes_too_long_or_fails_is_a_refusal(tmp_path):
     asked = partial(runner.ask_process, threads=1, cache=tmp_path)
     assert asked(Request("sinusoid", OURS), limit=0.01) == {"refused": "took longer than 0.01 s"}
     assert asked(Request("no such", OURS), limit=60)["refused"] == "failed: KeyError: 'no such'"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["huge"], "huge: expected any of sinusoid"),
-        (["sinusoid", "--methods", "magic"], "magic: expected any of textbook loop"),
-        (["sinusoid", "--rounds", "0"], "must be positive"),
-    ],
-)
-def test_what_is_unknown_is_named(run, capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        run(*arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_worker_prints_one_line_whatever_libraries_print(monkeypatch, capsys):
-    def noisy(work: workloads.Workload) -> Prepared:
-        print("a greeting")
-        return Prepared(lambda: [np.zeros(1)], peak=7)
-
-    monkeypatch.setitem(METHODS, "noisy", Method(noisy))
-    monkeypatch.setattr(worker, "_stay_on", lambda num_threads: None)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(Request("tiny", "noisy", weigh=True).to_json()))
-    worker.main()
-    (line,) = capsys.readouterr().out.splitlines()
-    assert json.loads(line)["peak"] == 7

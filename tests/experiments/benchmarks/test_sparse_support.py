@@ -100,21 +100,6 @@ def test_what_a_cell_says(answers, function, expected):
     assert row.kernel == "-"
 
 
-def test_an_operand_that_gets_no_gradient_is_a_cut(monkeypatch):
-    def write(setting: Setting) -> Forms:
-        leaves = [Leaf(setting.numbers(setting.n, seed=k), lambda gradient: gradient) for k in range(2)]
-        right = Form(torch.mul, leaves)
-        return Forms(right, Form(lambda x, y: x * y.detach(), leaves), right, None)
-
-    monkeypatch.setattr(support, "OPERATIONS", [StridedOperation("product", write)])
-    (row,) = support.capabilities()
-    assert row.torch == ["cut", "cut", "cut"]
-
-
-def test_an_error_at_the_large_size_is_an_error(answers):
-    assert answers(lambda x: x.square() if len(x) < N else fail(x)).torch == ["error"] * 3
-
-
 @dataclass(frozen=True)
 class OursAlone:
     """An operation without torch's answer, which takes most of the time."""
@@ -144,16 +129,6 @@ def test_kernels_are_those_that_ran(rows):
     kernels = {row.operation: row.kernel for row in rows}
     assert kernels["A @ x"] == kernels["segment mean"] == "csr"
     assert kernels["A * B"] == "-"
-
-
-def test_the_program_prints_a_table(monkeypatch, rows, capsys):
-    monkeypatch.setattr(support, "capabilities", lambda device: rows)
-    monkeypatch.setattr(sys, "argv", ["support"])
-    support.main()
-    header, *lines = capsys.readouterr().out.splitlines()
-    assert " ".join(header.split()) == "operation layout torch 1 torch 2 torch 3 ours 1 ours 2 ours 3 kernel"
-    assert len(lines) == len(rows)
-    assert lines[0].split()[-4:] == ["ok", "ok", "ok", "csr"]
 
 
 def test_the_program_fails_where_ours_is_not_right(monkeypatch):

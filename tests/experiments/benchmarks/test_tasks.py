@@ -30,15 +30,3 @@ def test_prints_what_sampling_takes_of_a_step(program, source):
     assert header == ["sampling,", "ms", "meta-step,", "ms", "of", "a", "step"]
     assert line[0] == source
     assert all(float(cell) >= 0 for cell in line[1:4])
-
-
-def test_the_share_is_a_median_of_ratios():
-    times = bench.Times([0.1, 0.2, 0.9], [1.0, 1.0, 1.0])
-    assert times.share == 0.2
-    assert bench.line("memory", times).split() == ["memory", "200.00", "1000.0", "20.00", "%"]
-
-
-def test_what_is_unknown_is_named(program, capsys):
-    with pytest.raises(SystemExit):
-        program("disk")
-    assert "expected sources among memory, files" in capsys.readouterr().err

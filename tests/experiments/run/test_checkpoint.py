@@ -35,11 +35,6 @@ def test_a_state_comes_back_whole(composed, saved):
         assert torch.equal(restored.module.state_dict()[name], value)
 
 
-def test_only_the_finished_file_is_left(saved):
-    path, _ = saved
-    assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
-
-
 def test_a_failing_save_leaves_the_old_checkpoint(saved, monkeypatch):
     path, parts = saved
     before = path.read_bytes()
@@ -53,24 +48,11 @@ def test_a_failing_save_leaves_the_old_checkpoint(saved, monkeypatch):
     assert path.read_bytes() == before
 
 
-def test_another_model_is_refused_by_name(composed, saved):
-    path, _ = saved
-    state = checkpoint.load(path)
-    config = composed("device=cpu", "model.sizes=[1,30,1]")
-    state["config"] = plain(config)
-    with pytest.raises(
-        ValueError, match=r"another model: model\.\S*0\.weight is \[40, 1\] there and \[30, 1\] here"
-    ):
-        checkpoint.restore(state, build_parts(config), plain(config))
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("algorithm.order=1", r"another configuration: algorithm\.order is 2 there and 1 here"),
         ("seed=5", "another configuration: seed is 0 there and 5 here"),
-        ("model.sizes=[1,30,1]", r"model\.sizes is \[1, 40, 40, 1\] there and \[1, 30, 1\] here"),
-        ("optimizer=sgd", r"optimizer\._target_ is torch\.optim\.Adam there"),
         ("schedule=cosine", r"schedule\.T_max is absent there and 10000 here"),
     ],
 )
@@ -91,14 +73,7 @@ def test_fewer_iterations_than_are_done_are_refused(composed, saved):
         restore(saved[0], composed("device=cpu", "iterations=5"))
 
 
-def test_a_truncated_file_is_refused(saved):
-    path, _ = saved
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"last\.pt is not a readable checkpoint"):
-        checkpoint.load(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint at all"])
+@pytest.mark.parametrize("content", [b"not a checkpoint at all"])
 def test_a_file_of_something_else_is_refused(tmp_path, content):
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.pt is not a readable checkpoint"):
@@ -109,8 +84,3 @@ def test_a_torch_file_of_something_else_is_refused(tmp_path):
     torch.save({"weights": torch.zeros(3)}, tmp_path / "x.pt")
     with pytest.raises(ValueError, match=r"x\.pt is a torch file, but not a checkpoint of this program"):
         checkpoint.load(tmp_path / "x.pt")
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no checkpoint .*nothing\.pt"):
-        checkpoint.load(tmp_path / "nothing.pt")

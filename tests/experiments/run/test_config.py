@@ -5,12 +5,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.errors import ConfigCompositionException
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.run.config import SCHEMAS, plain
 from experiments.run.schema import Device
-from tests.marks import fast, slow
 
 CONF = Path(__file__).parents[3] / "conf"
 OF_OTHERS = {"preset", "problem", "tuned", "workload"}  # of other programs, whose tests compose them
@@ -51,8 +50,6 @@ OMNIGLOT = [
 
 WRONG = [
     ("seed=abc", "could not be converted to Integer"),
-    slow("iterations=1.5", "could not be converted to Integer"),
-    slow("task.shots=many", "could not be converted to Integer"),
     ("algorithm.inner.lr=fast", "could not be converted to Float"),
     ("memory.enabled=perhaps", "not a valid bool"),
     ("device=tpu", "Invalid value 'tpu', expected one of"),
@@ -63,32 +60,22 @@ WRONG = [
 
 COUNTS = [
     ("iterations=0", "iterations must be at least 1, got 0"),
-    ("threads=0", "threads must be at least 1, got 0"),
     ("seed=-1", "seed must be at least 0, got -1"),
     ("seed=18446744073709551616", r"seed must be below 2\*\*63, got 18446744073709551616"),
     ("evaluate.tasks=1", "evaluate.tasks must be at least 2, got 1"),
-    ("checkpoint.every=0", "checkpoint.every must be at least 1, got 0"),
 ]
 
 
-# The protocols of Omniglot compose below.
-@pytest.mark.parametrize(
-    "options",
-    [
-        slow(options) if options[0].startswith("experiment=omniglot") else options
-        for options in together(OPTIONS)
-    ],
-    ids=" ".join,
-)
-def test_every_option_of_every_group_composes(composed, options):
-    of_images = {"model=conv4", "model=resnet12", "model=transformer"}
-    needed = ["task=omniglot"] if of_images & {*options} else []
-    needed += [
-        f"{option.partition('=')[0]}._target_=mypackage.Made" for option in options if "=custom" in option
-    ]
-    needed += [setting for option in options for setting in DATA.get(option, [])]
-    config = composed(*options, *needed)
-    assert json.loads(json.dumps(plain(config)))["device"] == "auto"
+def test_every_option_of_every_group_composes(composed):
+    for options in together(OPTIONS):
+        of_images = {"model=conv4", "model=resnet12", "model=transformer"}
+        needed = ["task=omniglot"] if of_images & {*options} else []
+        needed += [
+            f"{option.partition('=')[0]}._target_=mypackage.Made" for option in options if "=custom" in option
+        ]
+        needed += [setting for option in options for setting in DATA.get(option, [])]
+        config = composed(*options, *needed)
+        assert json.loads(json.dumps(plain(config)))["device"] == "auto"
 
 
 def test_the_options_are_found():
@@ -96,9 +83,7 @@ def test_the_options_are_found():
     assert groups == {"task", "model", "algorithm", "optimizer", "schedule", "logger", "experiment", "debug"}
 
 
-@pytest.mark.parametrize(
-    "name", fast(("omniglot_20way1shot", "sinusoid"), [*(row[0] for row in OMNIGLOT), "sinusoid", "demo"])
-)
+@pytest.mark.parametrize("name", ["omniglot_20way1shot", "sinusoid"])
 def test_the_inner_step_size_of_an_experiment_is_not_that_of_another_rule(composed, name):
     alone = composed("algorithm/inner=adam").algorithm.inner
     chosen = composed(f"experiment={name}", "algorithm/inner=adam").algorithm.inner
@@ -116,38 +101,9 @@ def test_omniglot_protocols(composed, name, ways, shots, meta_batch, steps, test
     assert config.evaluate.queries == 15
 
 
-@pytest.mark.parametrize("ways", [5, 20])
-def test_the_papers_recipe(composed, ways):
-    config = composed(f"experiment=omniglot_{ways}way1shot_paper")
-    assert (config.iterations, config.optimizer.lr, config.schedule._target_) == (
-        60000,
-        1e-3,
-        "torch.optim.lr_scheduler.ConstantLR",
-    )
-    assert (config.task.split, config.task.queries, config.task.resize) == ("trainval", 15, "nearest")
-
-
-def test_sinusoid_protocol(composed):
-    config = composed("experiment=sinusoid")
-    assert config.model.sizes == [1, 40, 40, 1]
-    assert (config.task.shots, config.meta_batch, config.algorithm.steps) == (10, 25, 5)
-    assert (config.algorithm.inner.lr, config.optimizer.lr, config.algorithm.order) == (0.01, 1e-3, 2)
-
-
 def test_an_override_beats_debug_beats_an_experiment(composed):
     config = composed("experiment=omniglot_5way1shot", "debug=fast", "meta_batch=3")
     assert (config.iterations, config.meta_batch, config.task.ways) == (4, 3, 5)
-
-
-def test_a_cosine_runs_over_the_iterations(composed):
-    assert composed("schedule=cosine", "iterations=123").schedule.T_max == 123
-
-
-def test_wandb_follows_its_environment_variable(composed, monkeypatch):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    assert composed().logger.mode == "offline"
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert composed().logger.mode == "disabled"
 
 
 def test_values_have_their_types(composed):
@@ -163,12 +119,7 @@ def test_unknown_keys_and_wrong_types_are_refused(composed, override, message):
     assert message in f"{caught.value} {caught.value.__cause__}"
 
 
-def test_unknown_options_are_refused_with_the_known_ones(composed):
-    with pytest.raises(MissingConfigException, match="omniglot\n\tsinusoid"):
-        composed("task=omniglt")
-
-
-@pytest.mark.parametrize("key", ["foo", "task.foo", "algorithm.inner.foo"])
+@pytest.mark.parametrize("key", ["foo", "algorithm.inner.foo"])
 def test_added_keys_are_refused(composed, key):
     with pytest.raises(ValueError, match=rf"there is no key {key}; the keys there are "):
         composed(f"+{key}=1")

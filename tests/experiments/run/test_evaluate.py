@@ -19,13 +19,6 @@ def test_mean_interval_in_closed_form():
     assert interval.ci95 == pytest.approx(stats.t.ppf(0.975, 99) * math.sqrt(100 / 99 / 100), rel=1e-7)
 
 
-def test_the_interval_covers_the_mean_as_often_as_it_says():
-    samples = torch.randn(4000, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    covered = [abs(interval.mean) <= interval.ci95 for interval in map(mean_interval, samples)]
-    # Standard error 0.0034.
-    assert sum(covered) / len(covered) == pytest.approx(0.95, abs=0.014)
-
-
 def test_an_interval_is_printed_with_the_digits_it_supports():
     assert str(Interval(98.7312, 0.412, 600)) == "98.73 +- 0.41"
     assert str(Interval(2.0, 0.0, 4)) == "2.00 +- 0.00"
@@ -59,15 +52,6 @@ def test_evaluation_without_grad_is_the_loss_that_training_sees(composed, moment
     parts, tasks = build_parts(config), build_splits(config).test
     seen = parts.algorithm(tasks.sample(7, generator=generator(0, "test")), steps=3).loss.item()
     assert judge(parts, tasks)["query_loss"].mean == pytest.approx(seen, rel=1e-6)
-
-
-def test_evaluation_leaves_no_gradient_and_no_change(composed):
-    config = composed("device=cpu")
-    parts = build_parts(config)
-    before = {name: value.clone() for name, value in parts.module.state_dict().items()}
-    judge(parts, build_splits(config).test, chunk=2)
-    assert all(torch.equal(before[name], value) for name, value in parts.module.state_dict().items())
-    assert all(parameter.grad is None for parameter in parts.module.parameters())
 
 
 def test_an_algorithm_with_a_policy_of_norms_is_evaluated_by_its_running_statistics():

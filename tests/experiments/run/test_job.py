@@ -16,7 +16,6 @@ from hydra.errors import HydraException
 from experiments.run import checkpoint, files, job, outer, resume, signals
 from experiments.run.config import composed, typed
 from experiments.run.job import RunError, claimed, explained, failures_reported, launch
-from experiments.run.metrics import read_rows
 from experiments.run.signals import Interrupted, signals_deferred, signals_raised
 from tests.marks import slow
 
@@ -94,20 +93,12 @@ def test_an_override_that_is_wrong_is_named_in_one_line(override, sentence):
     assert "\n" not in told
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), AttributeError("x"), AssertionError()])
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), AssertionError()])
 def test_a_bug_keeps_its_traceback(error, monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", True)
     assert explained(error) is None
     with pytest.raises(type(error)):
         launch(raising(error))
-
-
-def test_a_signal_ends_a_program_with_its_status(capsys, monkeypatch):
-    monkeypatch.setattr(logging, "raiseExceptions", True)
-    with pytest.raises(SystemExit) as ended:
-        launch(raising(Interrupted(signal.SIGTERM)))
-    assert ended.value.code == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == "Interrupted by SIGTERM.\n"
 
 
 def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
@@ -122,19 +113,6 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
         files.write_text(path, "new")
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
-
-
-def test_a_failure_on_a_full_disk_is_the_failure_that_is_told(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise FULL
-
-    monkeypatch.setattr(job, "write_text", refuse)
-    with (
-        pytest.raises(RunError, match="the loss is nan"),
-        failures_reported(tmp_path, log),
-        claimed(tmp_path),
-    ):
-        raise FloatingPointError("the loss is nan")
 
 
 def test_the_log_has_the_traceback_that_the_terminal_has_not(tmp_path, capsys):
@@ -230,23 +208,6 @@ def test_a_deferred_signal_waits_and_a_second_one_does_not(capfd, monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_ignored")
-def test_ctrl_c_twice_stops_at_once():
-    with signals_raised(), signals_deferred():
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(Interrupted, match="SIGINT"):
-            signal.raise_signal(signal.SIGINT)
-
-
-def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with signals_raised():
-            signal.raise_signal(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("nothing_ignored")
 @pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_signal_saves_a_run_that_then_goes_on_as_if_nothing_had_happened(
     run, fast_run, tmp_path, monkeypatch, number
@@ -278,37 +239,6 @@ def outer_step_of_the_loop(monkeypatch, number):
 
     monkeypatch.setattr(outer, "step", step)
     return real, calls
-
-
-def test_a_run_that_is_interrupted_before_its_first_step_says_that_there_is_nothing_to_go_on_from(tmp_path):
-    ended = pytest.raises(Interrupted, match=r"There is no checkpoint to go on from\.")
-    with ended, claimed(tmp_path, how_to_go_on="Go on with: x"):
-        signal.raise_signal(signal.SIGTERM)
-
-
-@pytest.mark.slow
-def test_tasks_left_out_since_the_last_row_are_counted_after_a_resume(run, tmp_path, monkeypatch):
-    settings = ["algorithm.nonfinite=skip", "log.every=4"]
-    run(tmp_path / "whole", *settings)
-    real, _ = outer_step_of_the_loop(monkeypatch, signal.SIGTERM)
-    with pytest.raises(Interrupted):
-        run(tmp_path / "cut", *settings)
-    state = checkpoint.load(tmp_path / "cut" / checkpoint.FILE)
-    torch.save({**state, "skipped": 2}, tmp_path / "cut" / checkpoint.FILE)
-    monkeypatch.setattr("experiments.run.outer.step", real)
-    run(tmp_path / "cut", f"resume={tmp_path / 'cut'}", *settings)
-    last = [
-        read_rows(tmp_path / name / "metrics.jsonl")[-1]["train/skipped(tasks)"] for name in ("whole", "cut")
-    ]
-    assert last == [0, 2]
-
-
-@pytest.mark.slow
-def test_what_a_run_goes_on_from_is_set_aside(run, tmp_path):
-    run(tmp_path, "checkpoint.every=2")
-    run(tmp_path, f"resume={tmp_path}", "iterations=6", "evaluate.every=2")
-    assert (tmp_path / "result_4.json").exists()
-    assert '"step": 6' in (tmp_path / "result.json").read_text()
 
 
 def test_a_run_folder_cannot_go_on_in_another_folder(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 from matplotlib.image import imsave
 
 from experiments.run import loggers as mirror_module
-from experiments.run.journal import Journal
 from experiments.run.loggers import Mirror, open_mirror
 
 
@@ -68,13 +67,6 @@ def test_metrics_have_our_step_on_their_axis_and_the_run_is_finished(composed, w
     assert settings["config"] == {"seed": 0, "resumed_at": None}
 
 
-def test_a_continued_run_says_so(composed, wandb, tmp_path):
-    open_and_log(composed, tmp_path, 16)
-    settings = wandb.calls[0][1]
-    assert settings["notes"] == "A note. Continues at step 16."
-    assert settings["config"]["resumed_at"] == 16
-
-
 def test_a_run_that_goes_on_in_its_folder_is_the_same_wandb_run(composed, wandb, tmp_path):
     for name in ("offline-run-20260102_000000-second", "run-20260101_000000-first"):
         (tmp_path / "day" / "time" / "wandb" / name).mkdir(parents=True)
@@ -82,20 +74,6 @@ def test_a_run_that_goes_on_in_its_folder_is_the_same_wandb_run(composed, wandb,
         open_and_log(composed, tmp_path, resumed_at)
         settings = [called for name, called in wandb.calls if name == "init"][-1]
         assert (settings["id"], settings["resume"]) == expected
-
-
-def test_steps_behind_a_checkpoint_that_wandb_has_are_not_sent_again(composed, wandb, tmp_path):
-    folder = tmp_path / "day" / "time"
-    (folder / "wandb" / "offline-run-20260102_000000-first").mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 16, "loss": 2.0}\n{"step": 24, "loss": 1.0}\n')
-    config = composed("logger=wandb").logger
-    with (
-        open_mirror(config, folder, {}, resumed_at=16) as mirror,
-        Journal(folder, mirror, until=16) as journal,
-    ):
-        for step in (24, 32):
-            journal.write(step, {"loss": 1.0}, {})
-    assert [called for name, called in wandb.calls if name == "log"] == [{"step": 32, "loss": 1.0}]
 
 
 def test_a_run_that_fails_is_finished_as_failed_and_its_traceback_is_not_printed(
@@ -108,21 +86,6 @@ def test_a_run_that_fails_is_finished_as_failed_and_its_traceback_is_not_printed
         raise KeyboardInterrupt
     assert wandb.calls[-1] == ("finish", 1)
     assert capsys.readouterr().err == ""
-
-
-def test_a_wandb_that_does_not_begin_is_one_sentence(composed, wandb, tmp_path, monkeypatch):
-    def refuse(**_):
-        raise RuntimeError("1 error\nmode\n  Input should be 'online' [type=literal_error]")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    with (
-        pytest.raises(
-            ValueError,
-            match=r"does not begin \(1 error mode Input should be 'online'\)\. Set logger\.mode=offline",
-        ),
-        open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None),
-    ):
-        pass
 
 
 @pytest.mark.parametrize(

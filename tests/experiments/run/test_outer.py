@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from contextlib import nullcontext
 
 import pytest
 import torch
 from hydra.utils import get_object
-from torch.nn import functional as F
 
 import metagrad as mg
 from experiments.run import outer
@@ -58,13 +56,6 @@ def test_the_loss_of_all_predictions_has_the_gradient_of_the_outer_loss(composed
     assert whole is not out.loss
     for g, e in zip(torch.autograd.grad(whole, params), expected, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-12)
-
-
-def test_a_loss_that_sums_over_examples_stays_what_it_is(composed):
-    parts = outer_run(composed).parts._replace(loss_fn=functools.partial(F.mse_loss, reduction="sum"))
-    batch = mg.tasks.Sinusoid(shots=4, queries=3).sample(3)
-    out = parts.algorithm(batch)
-    assert outer.known_loss(parts, batch, out) is out.loss
 
 
 def test_a_trial_step_that_goes_too_far_is_rejected_and_does_not_end_the_run(composed):

@@ -3,7 +3,6 @@ import sys
 
 import pytest
 
-from experiments.benchmarks import sparse_support
 from experiments.run import progress
 from experiments.run.progress import Progress, tell
 
@@ -63,17 +62,3 @@ def test_in_a_terminal_is_a_bar_and_a_table_stays_apart(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out.replace("\r", "").split("\n")[0].strip() == "row 0"
     assert "2/2" in err
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """Make every bar show its lines from the first second on."""
-    monkeypatch.setattr(progress, "FIRST", 0.0)
-    monkeypatch.setattr(progress, "EVERY", 0.0)
-
-
-def test_sparse_support_shows_its_operations(at_once, capsys, monkeypatch):
-    monkeypatch.setattr(sparse_support, "OPERATIONS", sparse_support.OPERATIONS[:1])
-    monkeypatch.setattr(sparse_support, "_row", lambda *_: None)
-    sparse_support.capabilities()
-    assert "0 of 1 operations, 0 %" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -75,15 +74,6 @@ def same_outcome(one, other):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_refused_leaves_the_record_of_what_the_folder_holds(program, whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "run")
-    code, _, err = program("train", *SETTINGS, "seed=5", "hydra.run.dir=run", cwd=tmp_path)
-    assert (code, "holds a run already" in err) == (1, True), err
-    record = Path(".hydra", "overrides.yaml")
-    assert (tmp_path / "run" / record).read_bytes() == (whole / record).read_bytes()
-
-
-@pytest.mark.slow
 def test_a_checkpoint_file_starts_a_new_run_that_ends_the_same(program, whole, killed, tmp_path):
     left = (killed / "metrics.jsonl").read_bytes()
     file = killed / checkpoint.FILE
@@ -125,12 +115,6 @@ def test_a_folder_brings_its_overrides_and_those_given_come_later(tmp_path):
 @pytest.mark.parametrize("arguments", [[], ["seed=1"], ["resume=file.pt", "-m"], ["resume=null"]])
 def test_other_command_lines_stay_as_they_are(arguments):
     assert resume.command_line(arguments) == arguments
-
-
-def test_a_sweep_cannot_go_on_in_one_folder(tmp_path):
-    folder = run_folder(tmp_path / "run")
-    with pytest.raises(ValueError, match="a run folder is continued by one run; leave out -m"):
-        resume.command_line(["-m", f"resume={folder}", "seed=0,1"])
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

@@ -39,7 +39,6 @@ def test_every_algorithm_has_a_cell_and_only_chooses_some(config):
 
 BAD = [
     ("only=[other]", r"algorithms: only has \['other'\]; there are"),
-    ("steps=[0]", r"steps must be at least 1"),
 ]
 
 

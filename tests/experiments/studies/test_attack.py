@@ -15,11 +15,9 @@ from experiments.studies.attack import (
     dense_normalized,
     is_last,
     learned,
-    pairs_of,
-    similar,
     study,
 )
-from experiments.studies.citations import Citations, largest_component, normalized, ordered
+from experiments.studies.citations import Citations, normalized, ordered
 from metagrad.sparse import SparseTensor
 
 NODES, CLASSES = 36, 3
@@ -81,32 +79,10 @@ def test_no_paper_loses_its_last_edge(graph):
     )
 
 
-def test_the_largest_component_keeps_its_papers_in_order(graph):
-    lonely = Citations(
-        torch.cat([graph.pairs + 2, torch.tensor([[0, 1]])]),
-        SparseTensor.from_dense(torch.cat([torch.ones(2, 12), graph.words.to_dense()])),
-        torch.cat([torch.zeros(2, dtype=torch.int64), graph.labels]),
-        *torch.arange(3)[:, None],
-    )
-    found = largest_component(lonely, torch.Generator().manual_seed(0))
-    assert torch.equal(found.pairs, graph.pairs)
-    assert torch.equal(found.labels, graph.labels)
-    torch.testing.assert_close(found.words.to_dense(), graph.words.to_dense())
-    assert sorted(torch.cat(found[3:]).tolist()) == list(range(NODES))
-
-
 def test_learned_weights_fall_where_subjects_differ(graph):
     weights = learned(graph, graph.pairs, seed=0, steps=4, inner_steps=4)
     same = graph.labels[graph.pairs[:, 0]] == graph.labels[graph.pairs[:, 1]]
     assert weights[same].mean() > weights[~same].mean() + 0.05
-
-
-def test_similar_papers_share_words(graph):
-    kept = {tuple(pair) for pair in similar(graph, graph.pairs, 0.4).tolist()}
-    words = [set(row.nonzero()[:, 0].tolist()) for row in graph.words.to_dense()]
-    for left, right in graph.pairs.tolist():
-        index = len(words[left] & words[right]) / len(words[left] | words[right])
-        assert ((left, right) in kept) == (index >= 0.4)
 
 
 SMALL = ("victims=2", "points=2", "block=60", "fraction=0.05", "surrogate.steps=4", "epochs=10", "seeds=[0]")
@@ -122,13 +98,3 @@ def test_the_program_writes_tables(graph, configured, tmp_path, monkeypatch):
     assert {len(found["accuracies"]) for found in result["graphs"].values()} == {2}
     assert "| Metattack, edge weights learned on validation nodes |" in (tmp_path / "attack.md").read_text()
     assert (tmp_path / "attack.png").stat().st_size > 0
-
-
-def test_a_fraction_out_of_range_is_an_error(configured):
-    with pytest.raises(ValueError, match=r"attack: fraction must be between 0 and 1, got 1.5"):
-        configured(study, "fraction=1.5")
-
-
-def test_pairs_are_numbered_both_ways():
-    pairs = torch.tensor([[0, 3], [2, 4]])
-    assert torch.equal(pairs_of(torch.tensor([3, 14]), 5), pairs)

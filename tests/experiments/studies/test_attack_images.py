@@ -7,19 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from experiments.studies.attack_images import (
-    PRODUCT,
     Box,
     DefenceConfig,
     attacks,
     cross_entropy,
-    is_right,
     margin,
     network,
     newton_step,
-    newton_steps,
     objective,
-    penalised,
-    sign_steps,
     study,
 )
 from experiments.studies.characters import Examples
@@ -79,12 +74,6 @@ def test_the_gradient_of_a_penalty_is_that_of_a_textbook_loop(model, images, def
     torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-12)
 
 
-def test_cure_comes_to_the_hessian_where_h_is_small(model, images):
-    config = settings(h=1e-4, cure=1.0, curvature=1.0)
-    differences, products = (penalised(one, model, images, config)[1] for one in ("cure", "curvature"))
-    torch.testing.assert_close(differences, products, rtol=1e-3, atol=0)
-
-
 def test_a_newton_step_solves_the_system_of_each_image(model, images):
     """With as many conjugate gradients as pixels, where the scaled Hessian is positive definite."""
     box = Box.around(images.x, 0.01)
@@ -105,16 +94,6 @@ def test_a_newton_step_solves_the_system_of_each_image(model, images):
         assert (A @ e - b).norm() <= 0.01 * b.norm() if is_inside else e.norm() <= (1 + 1e-9) * b.norm()
 
 
-def test_without_curvature_a_newton_step_is_that_of_fgsm(images):
-    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(SIZE**2, CLASSES).double())
-    box = Box.around(images.x, EPSILON)
-    (found, spent), *_ = newton_steps(margin, 3, linear, images, box, 1, torch.Generator())
-    ((expected, one),) = sign_steps(margin, False, linear, images, box, 1, torch.Generator())
-    assert (found - expected).abs().max() < EPSILON * 0.2  # of pixels with almost no slope
-    assert (found - expected).abs().mean() < EPSILON * 0.02
-    assert (spent, one) == (1 + PRODUCT, 1)
-
-
 @pytest.mark.parametrize("name", attacks(2))
 def test_attacks_stay_in_the_box_and_raise_the_loss(model, images, name):
     box, attack = Box.around(images.x, EPSILON), attacks(2)[name]
@@ -130,27 +109,11 @@ def test_attacks_stay_in_the_box_and_raise_the_loss(model, images, name):
     assert costs[-1] >= 6
 
 
-def test_the_margin_is_above_zero_where_the_class_is_wrong(model, images):
-    assert torch.equal(margin(model(images.x), images.y) < 0, is_right(model, images))
-
-
-def test_adversarial_training_is_of_images_in_the_box(model, images):
-    seen = []
-    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
-    objective("adversarial", model, images, settings(), 0.5, torch.Generator().manual_seed(0))
-    assert len(seen) == 3
-    change = (seen[-1] - images.x).abs().max().item()
-    assert 0.02 < change <= 0.5 * EPSILON + 1e-12
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("defences=[cure,dropout]", r"attack_images: defences must be some of plain, gradient, .*'dropout'"),
-        ("held_out=20", r"attack_images: held_out must be below 20, got 20"),
         ("defence.epsilon=0.3", r"attack_images: epsilons must .* defence.epsilon=0.3 among them"),
-        ("gradients=[5,1]", r"attack_images: gradients must be ascending, got \[5, 1\]"),
-        ("steps=0", r"attack_images: steps must be at least 1, got 0"),
     ],
 )
 def test_wrong_settings_are_errors(configured, override, message):

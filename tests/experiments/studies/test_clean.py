@@ -17,10 +17,8 @@ from experiments.studies.clean import (
     batch_weights,
     detection,
     evaluated,
-    features,
     hypergradients,
     learned,
-    load,
     losses,
     mislabel,
     scaled,
@@ -111,7 +109,7 @@ def test_weights_of_a_batch_are_the_gains_of_one_step(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["CG", "Nystrom", "T1-T2", "reweight"])
+@pytest.mark.parametrize("name", ["CG", "reweight"])
 def test_wrong_labels_are_found(data, configured, name, tmp_path, monkeypatch):
     """Clouds that do not overlap: small weights are those of wrong labels, and training gains by them."""
     monkeypatch.setattr(clean, "data_of", lambda config, seed: data)
@@ -132,14 +130,6 @@ def test_detection_counts_pairs():
     assert detection(torch.ones(5), wrong)["auc"] == 0.5
 
 
-def test_as_many_labels_are_wrong_as_asked_for():
-    examples = Examples(torch.zeros(50, 1), torch.arange(50) % 5)
-    noisy = mislabel(examples, 0.4, 5, torch.Generator().manual_seed(0))
-    assert (noisy.y != examples.y).sum() == 20
-    assert noisy.y.min() >= 0
-    assert noisy.y.max() < 5
-
-
 @pytest.mark.parametrize("is_white", [True, False])
 def test_no_hessian_of_scaled_features_is_above_the_identity(is_white):
     generator = torch.Generator().manual_seed(0)
@@ -154,16 +144,9 @@ def test_no_hessian_of_scaled_features_is_above_the_identity(is_white):
     assert torch.linalg.eigvalsh(H).max() == pytest.approx(1.0)  # two classes reach the bound
 
 
-def test_features_have_the_length_one():
-    found = features(torch.rand(3, 28, 28, generator=torch.Generator().manual_seed(0)))
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(3))
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("wrong=1.0", r"clean: wrong must be between 0 and 1, got 1.0"),
-        ("alphabets=1", r"clean: alphabets must be at least 2, got 1"),
         ("penalties=[]", r"clean: penalties is empty; give at least one"),
         ("methods=[newton]", r"clean: methods has 'newton'; expected some of CG, "),
     ],
@@ -171,13 +154,6 @@ def test_features_have_the_length_one():
 def test_wrong_settings_are_errors(configured, override, message):
     with pytest.raises(ValueError, match=message):
         configured(study, override)
-
-
-def test_more_alphabets_than_there_are_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"clean: 31 alphabets of 10 characters were asked for, and .* have as many"
-    ):
-        load(31, 10, 0.4, True, 0)
 
 
 @needs_omniglot

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.studies.characters import Examples
-from experiments.studies.distill import IMAGES, Distillation, accuracy, coreset, herding, load, study, train
+from experiments.studies.distill import IMAGES, Distillation, accuracy, coreset, study, train
 
 FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
 needs_omniglot = pytest.mark.skipif(not FILE.is_file(), reason=f"{FILE.name} is missing")
@@ -35,7 +35,7 @@ def distillation(**options):
     return Distillation(make, start, **{"steps": 9, "lr": 0.1, "memory": "full", **options})
 
 
-@pytest.mark.parametrize("memory", ["sqrt", "1MiB"])
+@pytest.mark.parametrize("memory", ["sqrt"])
 def test_the_meta_gradient_is_that_of_a_textbook_loop(memory):
     task, batch = distillation(memory=memory), drawings(20)
     params = task.fresh()
@@ -71,11 +71,6 @@ def test_networks_learn_more_from_learned_images_than_from_those_they_began_as()
     assert loss(images) < 0.8 * loss(Examples(task.hyper["images"], task.labels))
 
 
-def test_herding_of_points_on_a_line():
-    points = torch.tensor([[0.0], [1.0], [2.0], [10.0]])  # their mean is 3.25
-    assert herding(points, 3) == [2, 1, 3]
-
-
 @pytest.mark.parametrize("name", ["random", "herding"])
 def test_a_coreset_has_as_many_different_examples_of_each_class(name):
     real = drawings(20)
@@ -96,23 +91,11 @@ def test_a_network_that_diverged_is_never_right():
     ("override", "message"),
     [
         ("+cost.vgg=[1]", r"distill: networks are mlp, convnet, got 'vgg'"),
-        ("lengths=[0]", r"distill: lengths must be at least 1, got 0"),
     ],
 )
 def test_wrong_settings_are_errors(configured, override, message):
     with pytest.raises(ValueError, match=message):
         configured(study, override)
-
-
-@needs_omniglot
-@pytest.mark.slow
-def test_people_who_are_tested_on_drew_nothing_else():
-    data = load(3)
-    assert data.names == ["Tifinagh", "Japanese_(hiragana)", "Gujarati"]
-    assert [len(part.x) for part in data[:3]] == [155 * 14, 155 * 2, 155 * 4]
-    assert data.test.y.bincount().tolist() == [55 * 4, 52 * 4, 48 * 4]
-    with pytest.raises(ValueError, match=r"distill: classes must be at most 30, got 31"):
-        load(31)
 
 
 @needs_omniglot

@@ -43,13 +43,6 @@ def test_it_prints_a_table_and_draws_the_plot(monkeypatch, capsys, tmp_path):
     assert path.stat().st_size > 10_000
 
 
-def test_impossible_numbers_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hypergradients", "--steps", "1"])
-    with pytest.raises(SystemExit):
-        program.main()
-    assert "at least 64 steps" in capsys.readouterr().err
-
-
 def test_the_minimum_is_one():
     problem = program.ridge(d=5, n=10)
     params = {name: p.requires_grad_() for name, p in problem.minimum(problem.log_penalty).items()}

@@ -11,7 +11,7 @@ import torch
 import metagrad as mg
 from experiments.studies import optimizers
 from experiments.studies.characters import Examples
-from experiments.studies.optimizers import OPTIMIZERS, batches, by_workload, cells, rows, settings_of, study
+from experiments.studies.optimizers import OPTIMIZERS, by_workload, cells, rows, study
 
 
 def test_the_gradient_of_the_residuals_is_that_of_the_textbook():
@@ -39,20 +39,6 @@ def test_the_solution_has_no_residual():
     assert torch.equal(values, optimizers.solution(tested))
 
 
-def test_batches_are_orders_of_all_examples():
-    examples = Examples(torch.arange(6.0), torch.arange(6))
-    source = batches(examples, 4, seed=0)
-    seen = torch.cat([next(source).y for _ in range(3)])
-    assert sorted(seen.tolist()) == sorted([*range(6)] * 2)
-    with pytest.raises(ValueError, match=r"optimizers: batch_size must be at most 6, the examples, got 7"):
-        next(batches(examples, 7, seed=0))
-
-
-def test_settings_are_read_as_numbers_and_lists():
-    found = settings_of("lr=1e-2 history_size=30 betas=[0.9,0.99]")
-    assert found == {"lr": 0.01, "history_size": 30, "betas": [0.9, 0.99]}
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_lowers_a_loss(name):
     torch.manual_seed(0)
@@ -70,11 +56,8 @@ def test_every_optimizer_lowers_a_loss(name):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("tuning_seed=0", r"optimizers: tuning_seed=0 is one of seeds"),
         ("workloads=[none]", r"optimizers: workloads must be of \[.*\], with trials and seconds, got 'none'"),
         ("optimizers=[none]", r"optimizers: trials\.pinn has no \['none'\]"),
-        ("trials.pinn.adam=['lr=1']", r"as many trials on pinn, got \{'adam': 1,"),
-        ("trial_part=0", r"optimizers: trial_part must be above 0 and at most 1, got 0\.0\."),
     ],
 )
 def test_what_is_no_comparison_is_an_error(configured, override, message):

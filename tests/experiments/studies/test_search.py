@@ -21,8 +21,6 @@ from experiments.studies.search import (
     Data,
     Network,
     Search,
-    discrete,
-    draw,
     load,
     study,
 )
@@ -74,7 +72,7 @@ def moved(search, training, alpha, params, steps):
     return params
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [2])
 def test_the_second_order_hypergradient_is_that_of_the_textbook(problem, steps):
     search, training, validation = problem
     found = mg.hypergradient(*losses(*problem), search.params, search.hyper, method=METHODS["unroll"](steps))
@@ -107,7 +105,7 @@ def test_finite_differences_are_equation_7_of_darts(problem):
     torch.testing.assert_close(found["alpha"], expected, rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.parametrize("architecture", [BY_HAND, draw(torch.Generator().manual_seed(1))])
+@pytest.mark.parametrize("architecture", [BY_HAND])
 def test_a_discrete_network_is_the_mixed_one_with_all_weight_on_its_operations(architecture):
     mixed, own = Network(CLASSES, 4), Network(CLASSES, 4, architecture)
     names = own.state_dict().keys()
@@ -118,15 +116,6 @@ def test_a_discrete_network_is_the_mixed_one_with_all_weight_on_its_operations(a
         row[OPERATIONS.index(chosen.get(edge, "none"))] = 1000.0
     x = torch.rand(2, 1, SIZE, SIZE)
     torch.testing.assert_close(mixed(x, alpha), own(x))
-
-
-def test_the_strongest_two_edges_into_a_node_are_kept():
-    alpha = torch.zeros(len(EDGES), len(OPERATIONS))
-    for edge, operation, value in (((0, 3), "skip", 3.0), ((1, 3), "none", 9.0), ((2, 3), "max_pool", 2.0)):
-        alpha[EDGES.index(edge), OPERATIONS.index(operation)] = value
-    kept = [one for one in discrete(alpha) if one[1] == 3]
-    assert kept == [(0, 3, "skip"), (2, 3, "max_pool")]
-    assert [one[:2] for one in discrete(alpha)][:3] == [(0, 1), (0, 2), (1, 2)]
 
 
 @pytest.mark.slow
@@ -147,7 +136,6 @@ def test_the_program_writes_its_page(configured, tmp_path):
     ("override", "message"),
     [
         ("methods=[sgd]", r"search: methods must be among first_order, .*, got sgd"),
-        ("characters=1", r"search: characters must be at least 2, got 1"),
     ],
 )
 def test_wrong_settings_are_errors(configured, override, message):
