@@ -15,7 +15,8 @@ from metagrad.meta.algorithms.proto_maml import ProtoMAML
 from metagrad.meta.algorithms.reptile import Reptile
 from metagrad.meta.checks.preflight import preflight
 from metagrad.meta.checks.report import Preflight
-from metagrad.meta.maml import MAML, Options
+from metagrad.meta.maml import MAML
+from metagrad.meta.options import Options
 
 __all__ = [
     "ANIL",

@@ -29,38 +29,11 @@ from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.objective.norms import OF_STEPS, Norm, NormPass, Norms, PerStepNorms, check_norm
 from metagrad.meta.objective.task_loss import LossFn, TaskLoss, label_bounds
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
+from metagrad.meta.options import Options
 from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.transforms.chain import check_rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
-
-
-@dataclass(frozen=True)
-class Options:
-    """How :class:`MAML` runs tasks and ends their steps: its further keyword arguments.
-
-    Args:
-        sparse: The names of embedding tables ``[V, D]`` of which each task adapts the rows that its examples look
-            up: the same result at a cost that does not depend on V, and the gradient of the table is a
-            :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
-            ones do. The model runs once more on each batch, to find the rows. A table that does not adapt is shared
-            by all tasks, and its gradient is such rows too.
-        task_chunk: How many tasks run together; None means all, 1 is a loop.
-        nonfinite: How a loss or a meta-gradient that is NaN or infinite is handled: ``"raise"`` an error that
-            names the task, or ``"skip"``, which leaves such tasks out of the loss and its gradient, computing the
-            others once more, and marks them in ``out.skipped``. A gradient that overflows only because the loss was
-            scaled passes: that is for the ``GradScaler`` to see.
-        truncate: Differentiate through only the last so many inner steps, and take those before as first-order
-            MAML takes all of them; None differentiates through all.
-        tolerance: A task takes no further step once the norm of its inner gradient (over all parameters) is at most
-            this; ``out.steps`` counts the steps that each task took.
-    """
-
-    sparse: Sequence[str] = ()
-    task_chunk: int | None = None
-    nonfinite: Nonfinite = "raise"
-    truncate: int | None = None
-    tolerance: float | None = None
 
 
 class MAML(nn.Module):
