@@ -23,6 +23,7 @@ from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
 from metagrad.distributed.averaged import is_average
 from metagrad.optim.hyperparameters import check_hyperparameter
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, RuleOptimizer, as_number
+from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class WeightedLoss(NamedTuple):
@@ -96,14 +97,14 @@ def leaves_behind(loss: Tensor) -> list[Tensor]:
 def accumulate(leaf: Tensor, gradient: Tensor) -> None:
     """Add a gradient to ``.grad`` as a backward pass does, without its graph."""
     gradient = gradient.detach()
+    is_strided = gradient.layout == torch.strided and not isinstance(gradient, RowSparse)
     if leaf.grad is None:
         # Two leaves may have been given the same tensor, and the graph may hold it: .grad is a copy.
-        is_strided = type(gradient) is Tensor and gradient.layout == torch.strided
         leaf.grad = torch.empty_like(leaf).copy_(gradient) if is_strided else gradient.clone()
-    else:
-        # torch adds a sparse tensor to a dense one, and not the other way round
-        is_dense = leaf.grad.layout == torch.strided
-        leaf.grad = leaf.grad + gradient if is_dense else gradient + leaf.grad
+    elif is_strided and leaf.grad.layout == torch.strided:
+        leaf.grad.add_(gradient)
+    else:  # torch adds a sparse tensor to a dense one, and not the other way round
+        leaf.grad = gradient + leaf.grad if is_strided else leaf.grad + gradient
     hooks: dict[int, Any] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
     for hook in (hooks or {}).values():
         hook(leaf)
