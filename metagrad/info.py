@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import warnings
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -29,6 +30,9 @@ PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "MALLOC_", "PYTORCH_", "TORCH_"
 """How variables begin that change speed, numbers or memory; with ``LD_PRELOAD`` and ``ATEN_CPU_CAPABILITY``."""
 
 _COMPILER = "C++ compiler"
+
+TESTED = (2, 13)
+"""The newest minor version of torch that the tests were run on."""
 
 
 @dataclass(frozen=True)
@@ -119,5 +123,14 @@ def _needed_by(name: str) -> str:
     return OPTIONAL.get(name, "compile=True on a CPU")
 
 
+def _is_newer(torch_version: str) -> bool:
+    return tuple(int(part) for part in torch_version.split(".")[:2]) > TESTED
+
+
 if __name__ == "__main__":
     print(collect())
+    if _is_newer(torch.__version__):
+        tested = ".".join(map(str, TESTED))
+        warnings.warn(
+            f"metagrad was tested with torch {tested} and older, not with {torch.__version__}.", stacklevel=1
+        )

@@ -45,3 +45,10 @@ def test_the_command_prints_what_is_collected():
     done = subprocess.run([sys.executable, "-m", "metagrad.info"], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0].split() == ["metagrad", metagrad.__version__]
     assert not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "is_newer"), [("2.11.0", False), ("2.13.1+cpu", False), ("99.0.0a0", True)]
+)
+def test_a_torch_that_is_newer_than_tested_is_noticed(version, is_newer):
+    assert info._is_newer(version) == is_newer

@@ -23,6 +23,7 @@ from metagrad.core._torch import Function
 from metagrad.core.budget import BudgetError, Mode
 from metagrad.core.capture import AutocastState, RandomState
 from metagrad.core.checks import warn
+from metagrad.core.norms import unfused_attention
 from metagrad.core.reach import Reached
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, is_differentiable, tree_map
@@ -52,10 +53,16 @@ class Compiler:
     Args:
         call: How warnings name what is compiled.
         options: The arguments of ``torch.compile``.
+
+    Attributes:
+        by_steps: Whether one function of a whole loop has turned out to be of no use.
+        pulls: Whether vector-Jacobian products of steps can be compiled by themselves.
+        rule: The last rule, the dtype and device that it was made for, and its parts.
     """
 
     def __init__(self, call: str, options: Mapping[str, Any]) -> None:
         self.call, self.options = call, options
+        self.by_steps, self.pulls, self.rule = False, True, None
         self.reason: str | None = None
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._warned: set[str] = set()
@@ -103,13 +110,15 @@ class Compiler:
         is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
         state = _with_tensors(state, int, torch.int64, device)
         args = _with_tensors(args, float, torch.float64 if is_double else torch.float32, device)
-        width = SEVERAL if is_small(tensors) and len(times) >= SEVERAL else 1
+        is_small = sum(tensor.numel() for tensor in tensors) <= SMALL
+        width = SEVERAL if is_small and len(times) >= SEVERAL else 1
         in_pieces = functools.partial(_in_pieces, self._piece, width)
         if not torch.is_grad_enabled():
             return in_pieces(step, state, args, times)
+        pulled = functools.partial(self._pulled, Reached(step).modules)
         loops: dict[str, Loop] = {
-            "full": in_pieces,
-            "step": functools.partial(_in_pieces, _again(self._piece), 1),
+            "full": functools.partial(_in_pieces, pulled, width) if is_small else in_pieces,
+            "step": functools.partial(_in_pieces, pulled, 1),
             "sqrt": functools.partial(_in_pieces, _again(in_pieces), max(math.isqrt(len(times)), 1)),
         }
         return loop_keeping(memory, (state, args), loops)(step, state, args, times)
@@ -121,6 +130,116 @@ class Compiler:
         new, aux = self.of(_advance)(step, len(times), state, number, args)
         StateCheck(state)(new, times[-1])
         return new, aux
+
+    def _pulled(
+        self, modules: Sequence[nn.Module], step: Step, state: Tree, args: tuple[Any, ...], times: range
+    ) -> tuple[Tree, Tree]:
+        """Run consecutive steps without their graph; their derivative is a compiled function that runs them again."""
+        if not self.pulls:
+            return _again(self._piece)(step, state, args, times)
+        tensors, structure = dissect((state, args))
+        number = torch.full((), times.start, dtype=torch.int64, device=_device(state))
+        modes, autocast, drawn = _modes(modules), AutocastState(), torch.get_rng_state()
+        constants = structure.fill([tensor.detach().contiguous() for tensor in tensors])
+        new, aux = self.of(_advance)(step, len(times), constants[0], number, constants[1])
+        StateCheck(state)(new, times[-1])
+        outputs, form = dissect((new, aux))
+        if any(output.requires_grad for output in outputs) or not torch.equal(drawn, torch.get_rng_state()):
+            # The step reads another learned tensor, or draws random numbers.
+            self.pulls = False
+            return self._pulled(modules, step, state, args, times)
+        width = len(dissect(state)[0])
+        places = [i for i, t in enumerate(tensors) if is_differentiable(t) and (i < width or t.requires_grad)]
+
+        def eager(tensors: Sequence[Tensor]) -> list[Tensor]:
+            state, args = structure.fill(tensors)
+            return dissect(_advance(step, len(times), state, number, args))[0]
+
+        def pull(tensors: Sequence[Tensor], given: dict[int, Tensor]) -> list[Tensor | None]:
+            if _modes(modules) != modes:
+                raise RuntimeError(_CHANGED)
+            given = {**{i: torch.zeros_like(tensors[i]) for i in places if i < width}, **given}
+            cotangents = [cotangent.contiguous() for cotangent in given.values()]
+            constants = [tensor.detach().contiguous() for tensor in tensors]
+            compiled = self.of(_pull)
+            with autocast.restored(), unfused_attention():
+                found = self.attempt(
+                    lambda: compiled(
+                        step, len(times), structure, places, [*given], constants, number, cotangents
+                    ),
+                    lambda: _eager_pull(eager, places, constants, given),
+                )
+            return [dict(zip(places, found, strict=True)).get(i) for i in range(len(tensors))]
+
+        return form.fill(_Pulled.apply(pull, eager, outputs, *tensors))
+
+
+def _pull(
+    step: Step,
+    count: int,
+    structure: Structure,
+    places: Sequence[int],
+    given: Sequence[int],
+    tensors: Sequence[Tensor],
+    t: Tensor,
+    cotangents: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    """Compute the vector-Jacobian product of steps."""
+
+    def results(wanted: list[Tensor]) -> list[Tensor]:
+        every = list(tensors)
+        for place, tensor in zip(places, wanted, strict=True):
+            every[place] = tensor
+        state, args = structure.fill(every)
+        outputs = dissect(_advance(step, count, state, t, args))[0]
+        return [outputs[i] for i in given]
+
+    _, pull = torch.func.vjp(results, [tensors[place] for place in places])
+    return pull(list(cotangents))[0]
+
+
+def _eager_pull(
+    eager: Callable[[Sequence[Tensor]], list[Tensor]],
+    places: Sequence[int],
+    tensors: Sequence[Tensor],
+    given: Mapping[int, Tensor],
+) -> Sequence[Tensor | None]:
+    with torch.enable_grad():
+        inputs = [t.requires_grad_() if i in places else t for i, t in enumerate(tensors)]
+        outputs = eager(inputs)
+    present = [(outputs[i], cotangent) for i, cotangent in given.items() if outputs[i].requires_grad]
+    return _gradients(present, [inputs[place] for place in places])
+
+
+class _Pulled(Function):
+    """Outputs of compiled steps that run again for their derivative, and eagerly for a second derivative."""
+
+    @staticmethod
+    def forward(ctx, pull, eager, outputs, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.pull, ctx.eager = pull, eager
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(output for output in outputs if not is_differentiable(output)))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        given = {i: cotangent for i, cotangent in enumerate(cotangents) if cotangent is not None}
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        if not torch.is_grad_enabled():
+            return (None, None, None, *ctx.pull(tensors, given))
+        # Views: a state may have been computed from an argument, whose own share is asked for.
+        inputs = [t.view_as(t) if need else t for t, need in zip(tensors, needed, strict=True)]
+        outputs, wanted = ctx.eager(inputs), [t for t, need in zip(inputs, needed, strict=True) if need]
+        present = [(outputs[i], c) for i, c in given.items() if outputs[i].requires_grad]
+        grads = iter(_gradients(present, wanted, create_graph=True))
+        return (None, None, None, *(next(grads) if need else None for need in needed))
+
+
+_CHANGED = (
+    "unroll(..., compile): a buffer or the mode of a module changed before the backward pass, which runs the steps "
+    "again."
+)
 
 
 def _advance(step: Step, count: int, state: Tree, t: Tensor, args: tuple[Any, ...]) -> tuple[Tree, Tree]:
@@ -161,11 +280,8 @@ def _again(loop: Loop) -> Loop:
 
         def again(tensors: Sequence[Tensor]) -> list[Tensor]:
             if _modes(modules) != modes:
-                raise RuntimeError(
-                    "unroll(..., compile, memory): a buffer or the mode of a module changed before the backward "
-                    "pass, which runs the steps again."
-                )
-            with random.restored():
+                raise RuntimeError(_CHANGED)
+            with random.restored(), unfused_attention():
                 return call(tensors)
 
         modes = _modes(modules)
@@ -208,14 +324,13 @@ class _Again(Function):
         return (None, None, None, *(next(grads, None) if need else None for need in ctx.needs_input_grad[3:]))
 
 
-def _gradients(given: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _gradients(
+    given: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], *, create_graph: bool = False
+) -> Sequence[Tensor | None]:
     outputs, cotangents = zip(*given, strict=True)
-    return torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True)
-
-
-def is_small(tensors: Sequence[Tensor]) -> bool:
-    """Return whether steps on these tensors take less time than the calls around them."""
-    return sum(tensor.numel() for tensor in tensors) <= SMALL
+    return torch.autograd.grad(
+        outputs, wanted, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
 
 
 def _entering(leaf: Any, *, keeps: bool = False) -> Any:
@@ -246,5 +361,6 @@ def _with_tensors(tree: Tree, kind: type, dtype: torch.dtype, device: torch.devi
 
 
 def _summary(error: Exception) -> str:
-    """Return the first line of an error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """Return the first lines of an error: what happened, and an explanation."""
+    lines = str(error).strip().splitlines()[:2] or [type(error).__name__]
+    return " ".join(map(str.strip, lines)).rstrip(".")

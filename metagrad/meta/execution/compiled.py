@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from metagrad import memory as memory_tracking
-from metagrad.autograd.unrolling.compiled import SEVERAL, is_small
-from metagrad.core._torch import named_modules
-from metagrad.core.tree import tensors_in
+from metagrad.autograd.checks.finite import is_finite
+from metagrad.autograd.unrolling.compiled import SEVERAL, SMALL, Compiler
+from metagrad.core._torch import Function, named_modules
+from metagrad.core.tree import Structure, dissect, fresh_leaf, tensors_in
 from metagrad.meta.execution.stacking import has_running_statistics
 from metagrad.meta.inner.compiled import refuse_structured, with_tensors
 from metagrad.meta.inner.loop import Evaluation, InnerLoop
 from metagrad.meta.objective.tasks import Tasks
-from metagrad.meta.objective.vmap import is_plain
+from metagrad.meta.objective.vmap import is_plain, vmapped
 from metagrad.optim.rules import Params, Rule
+
+_QUERY_LOSSES = Evaluation._fields.index("query_losses")
+_CONSTANTS = (int, float, str, type(None), Tensor)
 
 
 def refusal(inner: InnerLoop, tasks: Tasks) -> str | None:
@@ -43,30 +48,147 @@ def refusal(inner: InnerLoop, tasks: Tasks) -> str | None:
 
 def is_one_graph(inner: InnerLoop, params: Params, tasks: Tasks) -> bool:
     """Return whether a meta-batch is small enough to be compiled as one function, and no step is needed alone."""
-    if (
-        type(inner) is not InnerLoop
-        or inner.memory != "full"
-        or inner.start is not None
-        or inner.minimum is not None
-    ):
+    assert inner.compiled is not None
+    is_plain = type(inner) is InnerLoop and inner.start is None and inner.minimum is None
+    if not is_plain or inner.memory != "full" or inner.compiled.by_steps or inner.steps > SEVERAL:
         return False
-    if not torch.is_grad_enabled() or inner.steps > SEVERAL or tasks.query_x is None:
+    if not torch.is_grad_enabled() or tasks.query_x is None or tasks.noise or not tasks.are_tensors:
         return False
     tensors = tensors_in((tasks.support_x, tasks.query_x))
-    copies = tasks.count if inner.stacked else 1
-    return is_small([*tensors, *(p.expand(copies, *p.shape) for p in params.values())])
+    return sum(t.numel() for t in tensors) + tasks.count * sum(p.numel() for p in params.values()) <= SMALL
 
 
-def evaluated(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation:
-    """Evaluate a meta-batch as one compiled function."""
-    assert inner.compiled is not None
-    rule = with_tensors(inner.rule, next(iter(params.values())))
-    alone = dataclasses.replace(inner, compiled=None)
-    return inner.compiled.of(_evaluate)(alone, params, tasks, rule)
+def evaluated(
+    inner: InnerLoop, params: Params, tasks: Tasks, again: Callable[[Params, Rule], Evaluation]
+) -> Evaluation | None:
+    """Evaluate a meta-batch, and differentiate the mean of its query losses, by one compiled function.
+
+    Args:
+        inner: The loop.
+        params: What tasks start from.
+        tasks: The tasks.
+        again: Evaluates the tasks otherwise, for other parameters and hyperparameters.
+
+    Returns:
+        The results; None if they or the gradient are not finite, or the model reads another learned tensor.
+    """
+    compiler = inner.compiled
+    assert compiler is not None
+    own, structure = _parts(compiler, inner.rule, next(iter(params.values())))
+    tensors, names = [*params.values(), *own], tuple(params)
+    places = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+    constants = [tensor.detach() for tensor in tensors]
+    loop = dataclasses.replace(inner, compiled=None)
+    results, grads = compiler.of(_value_and_grads)(loop, names, structure, places, constants, tasks)
+    inner.objective.check_predictions(results["predictions"].shape[1:])
+    if any(result.requires_grad for result in results.values()):
+        compiler.by_steps = True
+        return None
+    if not is_finite([*grads, results["losses"], results["query_losses"], results["path"]]):
+        return None
+
+    def fallback(wanted: Sequence[Tensor]) -> list[Tensor]:
+        compiler.by_steps = True
+        return list(_present(again(*_filled(names, structure, tensors, places, wanted))).values())
+
+    wanted = [tensors[place] for place in places]
+    outputs = _OneGraph.apply(fallback, list(results.values()), grads, *wanted)
+    return Evaluation(**dict(zip(results, outputs, strict=True)))
 
 
-def _evaluate(inner: InnerLoop, params: Params, tasks: Tasks, rule: Rule) -> Evaluation:
-    results = inner.run(params, tasks, rule)
-    assert isinstance(results, Evaluation)
-    refuse_structured(results)
-    return results
+def _parts(compiler: Compiler, rule: Rule, like: Tensor) -> tuple[list[Tensor], Structure]:
+    """Return the tensors of a rule, whose numbers are tensors too, and the rule without them."""
+    form = like.dtype, like.device
+    if compiler.rule is None or compiler.rule[0] is not rule or compiler.rule[1] != form:
+        parts = dissect(with_tensors(rule, like))
+        if not all(isinstance(value, _CONSTANTS) for value in vars(rule).values()):
+            return parts
+        compiler.rule = rule, form, parts
+    return compiler.rule[2]
+
+
+def _value_and_grads(
+    inner: InnerLoop,
+    names: Sequence[str],
+    structure: Structure,
+    places: Sequence[int],
+    tensors: Sequence[Tensor],
+    tasks: Tasks,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def objective(wanted: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        params, rule = _filled(names, structure, tensors, places, wanted)
+
+        def evaluate(x: Tensor, y: Tensor, query_x: Tensor, query_y: Tensor) -> dict[str, Tensor]:
+            results = inner.run(params, Tasks(x, y, query_x, query_y), rule)
+            assert isinstance(results, Evaluation)
+            refuse_structured(results)
+            return {name: result[0] for name, result in _present(results).items()}
+
+        results = vmapped(evaluate)(*tasks[:4])
+        return results["query_losses"].mean(), results
+
+    grads, results = torch.func.grad(objective, has_aux=True)([tensors[place] for place in places])
+    return results, grads
+
+
+def _present(results: Evaluation) -> dict[str, Tensor]:
+    pairs = zip(results._fields, results, strict=True)
+    return {name: result for name, result in pairs if isinstance(result, Tensor)}
+
+
+def _filled(
+    names: Sequence[str],
+    structure: Structure,
+    tensors: Sequence[Tensor],
+    places: Sequence[int],
+    others: Sequence[Tensor],
+) -> tuple[Params, Rule]:
+    """Return parameters and a rule, with other tensors in some places."""
+    every = list(tensors)
+    for place, other in zip(places, others, strict=True):
+        every[place] = other
+    return dict(zip(names, every, strict=False)), structure.fill(every[len(names) :])
+
+
+class _OneGraph(Function):
+    """The results of a meta-batch, of which the gradient of the mean query loss is known."""
+
+    @staticmethod
+    def forward(ctx, again, outputs, grads, *wanted):
+        ctx.set_materialize_grads(False)
+        ctx.again, ctx.count = again, len(wanted)
+        ctx.save_for_backward(*wanted, outputs[_QUERY_LOSSES], *grads)
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        wanted, expected = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count]
+        given = {i: cotangent for i, cotangent in enumerate(cotangents) if cotangent is not None}
+        if not torch.is_grad_enabled() and list(given) == [_QUERY_LOSSES]:
+            first, *others = given[_QUERY_LOSSES].tolist()
+            if all(other == first for other in others):
+                weight = first * (1 + len(others))
+                return (
+                    None,
+                    None,
+                    None,
+                    *(gradient * weight for gradient in ctx.saved_tensors[ctx.count + 1 :]),
+                )
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            inputs = [t.view_as(t) if create_graph else fresh_leaf(t) for t in wanted]
+            outputs = ctx.again(inputs)
+            if not torch.allclose(outputs[_QUERY_LOSSES], expected, rtol=1e-3, atol=1e-6, equal_nan=True):
+                raise RuntimeError(
+                    "MAML(..., compile): tasks are weighted differently or a gradient is differentiated again, for "
+                    "which the meta-batch is computed again, but its losses are others now. Pass compile=False."
+                )
+            grads = torch.autograd.grad(
+                [outputs[i] for i in given],
+                inputs,
+                list(given.values()),
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        return (None, None, None, *grads)

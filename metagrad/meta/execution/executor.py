@@ -91,6 +91,8 @@ class TaskExecutor:
         buffers = None if marks is None else _Buffers(model)
         with outer_phase(), self._attention():
             chunk = self.stacking.chunk_size(tasks.count, structure, functools.partial(self._examined, tasks))
+            if chunk > 1 and (whole := self._one_graph(tasks, chunk)) is not None:
+                return Outcome(whole, skipped, chunk)
             check = GradientCheck(self._learned(), tasks, numbers, marks, self._again, self.name)
             random = None if chunk == 1 or self.stacking.is_tried(structure) else RandomState()
             versions = buffer_versions(model)
@@ -156,14 +158,28 @@ class TaskExecutor:
         rows = find_rows(objective.model, self.sparse, tasks.inputs, chunk, objective.norms)
         return tasks._replace(rows=rows)
 
+    def _one_graph(self, tasks: Tasks, chunk: int) -> Evaluation | None:
+        """Evaluate a small meta-batch by one compiled function; None if the tasks must run otherwise."""
+        inner = self.inner
+        if inner.compiled is None or chunk < tasks.count or not is_one_graph(inner, self.params, tasks):
+            return None
+
+        def again(params: Params, rule: Rule) -> Evaluation:
+            eager = dataclasses.replace(inner, compiled=None, rule=rule)
+            results = dataclasses.replace(self, inner=eager, params=params).run(tasks).results
+            assert isinstance(results, Evaluation)
+            return results
+
+        return inner.compiled.attempt(
+            lambda: evaluated(inner, self.params, tasks, again), lambda: None, refusal(inner, tasks)
+        )
+
     def _compiled(self, inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
         """Run an inner loop compiled, or eagerly if that is not possible."""
         assert inner.compiled is not None
-        compiled = evaluated if is_one_graph(inner, params, tasks) else type(inner).run
+        eager = dataclasses.replace(inner, compiled=None)
         return inner.compiled.attempt(
-            lambda: compiled(inner, params, tasks),
-            lambda: dataclasses.replace(inner, compiled=None).run(params, tasks),
-            refusal(inner, tasks),
+            lambda: inner.run(params, tasks), lambda: eager.run(params, tasks), refusal(inner, tasks)
         )
 
     def _again(self, params: Params, rule: Rule, tasks: Tasks) -> Evaluation | Adaptation:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metagrad import memory as memory_tracking
 from metagrad.autograd.checks.lint import refuse_defects
-from metagrad.autograd.unrolling.compiled import Compiler
+from metagrad.autograd.unrolling.compiled import SMALL, Compiler
 from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory, free_bytes
@@ -175,10 +175,13 @@ class InnerLoop:
     def judge(self, adapted: Params, tasks: Tasks) -> tuple[Tensor, Nested]:
         """Return losses ``[tasks]`` and predictions of query examples."""
         loss: Loss = self.to_query(tasks)._loss(tasks)
-        if self.compiled is not None:
+        # Eager calls of small losses are as fast, and their gradient can be differentiated again.
+        if self.compiled is not None and sum(p.numel() for p in adapted.values()) > SMALL:
             loss = functools.partial(query_loss, self.compiled, loss)
         with phase("query"):
             query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
+        if self.compiled is not None:
+            self.objective.check_predictions(query[1].shape[query[0].ndim :])  # type: ignore[union-attr]
         return query if self.stacked else with_task_axis(query)
 
     def to_query(self, tasks: Tasks) -> InnerLoop:

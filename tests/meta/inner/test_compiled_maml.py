@@ -1,0 +1,226 @@
+"""A compiled MAML computes what an eager one does, in float64, in every memory mode, and falls back with one warning.
+
+The backend traces derivatives as inductor's does, and runs their operations by torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.optim import rules
+
+TRACED = {"backend": "aot_eager"}
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+class Normed(nn.Sequential):
+    """A model through whose norms torch.func has wrong second derivatives."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4, track_running_stats=False)
+        super().__init__(nn.Linear(2, 4), norm, nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3))
+        self.double()
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, prediction, target):
+        return F.mse_loss(prediction * self.scale, target)
+
+
+def learned_rate():
+    return nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+
+
+def weighted(out):
+    weights = torch.arange(1, len(out.query_losses) + 1)
+    return (out.query_losses * weights).sum() + out.support_losses.sum()
+
+
+CASES = {
+    "one function": {"steps": 2},
+    "a learned rate": {"steps": 2, "inner": lambda: rules.sgd(lr=learned_rate(), momentum=0.9)},
+    "steps": {"steps": 6},
+    "adam": {"steps": 6, "inner": lambda: rules.adam(lr=0.1)},
+    "step": {"steps": 3, "memory": "step"},
+    "sqrt": {"steps": 6, "memory": "sqrt"},
+    "budget": {"steps": 6, "memory": "20KiB"},
+    "norms": {"steps": 2, "model": Normed},
+    "norms, step": {"steps": 2, "model": Normed, "memory": "step"},
+    "a part adapts": {"steps": 2, "adapt": "2"},
+    "a loss that learns": {"steps": 2, "loss_fn": Scaled},
+    "first order": {"steps": 6, "order": 1},
+    "truncate": {"steps": 6, "truncate": 2},
+    "query weights": {"steps": 3, "query_weights": [0.2, 0.3, 0.5]},
+    "tolerance": {"steps": 3, "tolerance": 0.5},
+}
+
+
+def pair(case, options=TRACED):
+    """A compiled MAML and an eager one."""
+    given = {"inner": lambda: rules.sgd(lr=0.1), "model": perceptron, "loss_fn": lambda: F.mse_loss, **case}
+    made = []
+    for compile in (options, False):
+        parts = {name: given[name]() for name in ("inner", "model", "loss_fn")}
+        others = {name: value for name, value in given.items() if name not in parts}
+        made.append(
+            mg.MAML(parts["model"], parts["loss_fn"], inner=parts["inner"], compile=compile, **others)
+        )
+    return made
+
+
+def results_of(maml, batch, objective=lambda out: out.loss, *, second=False):
+    out = maml(batch)
+    grads = torch.autograd.grad(objective(out), list(maml.parameters()), create_graph=second)
+    if second:
+        grads = torch.autograd.grad(sum(g.square().sum() for g in grads), list(maml.parameters()))
+    return [out.loss.detach(), out.support_losses.detach(), out.query_outputs.detach(), *grads]
+
+
+def assert_same(compiled, eager, *args, **kwargs):
+    torch.testing.assert_close(
+        results_of(compiled, *args, **kwargs), results_of(eager, *args, **kwargs), rtol=1e-9, atol=1e-11
+    )
+
+
+FAST = ("one function", "steps", "step", "norms", "a part adapts")
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in CASES])
+def test_compiled_is_eager(regression, name):
+    compiled, eager = pair(CASES[name])
+    for _ in range(2):
+        assert_same(compiled, eager, regression)
+
+
+@pytest.mark.parametrize("name", ["one function", slow("steps"), slow("step"), slow("sqrt")])
+def test_other_objectives_have_their_gradients(regression, name):
+    compiled, eager = pair(CASES[name])
+    assert_same(compiled, eager, regression, weighted)
+    assert_same(compiled, eager, regression)
+
+
+@pytest.mark.parametrize("name", ["one function", slow("steps"), slow("step")])
+def test_meta_gradients_are_differentiated_again(regression, name):
+    assert_same(*pair(CASES[name]), regression, second=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one function", "steps", "step", "norms"])
+def test_inductor_is_eager(regression, name):
+    assert_same(*pair(CASES[name], True), regression)
+
+
+@pytest.mark.parametrize("steps", [2, slow(6)])
+def test_a_learned_tensor_that_the_loss_closes_over_has_its_gradient(regression, steps):
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for compile in (TRACED, False):
+        maml = mg.MAML(
+            perceptron(),
+            lambda p, y: F.mse_loss(p * scale, y),
+            inner=rules.sgd(lr=0.1),
+            steps=steps,
+            compile=compile,
+        )
+        grads.append(torch.autograd.grad(maml(regression).loss, [scale, *maml.parameters()]))
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+def test_changes_between_calls_are_seen(regression):
+    compiled, eager = pair(CASES["one function"])
+    assert_same(compiled, eager, regression)
+    few = mg.tasks.Batch(*(mg.tasks.Examples(part.x[:2, 1:], part.y[:2, 1:]) for part in regression))
+    assert_same(compiled, eager, few)
+    compiled.inner = eager.inner = rules.sgd(lr=0.3)
+    for maml in (compiled, eager):
+        maml.model[1] = nn.Sequential(nn.Dropout(0.5).eval(), nn.Sigmoid())
+        with torch.no_grad():
+            maml.model[0].weight.mul_(2.0)
+    assert_same(compiled, eager, regression)
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.linear.register_forward_hook(lambda module, args, output: 2 * output)
+        self.double()
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if float(y.detach().sum()) > 1e9 else 2 * y
+
+
+UNCOMPILED = {
+    "hooks": ({"model": Hooked}, "has hooks or a forward of its own"),
+    "control flow": ({"model": lambda: Branching(2, 3).double()}, "torch.compile cannot take it"),
+    "running statistics": (
+        {"model": lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()},
+        "updates running statistics",
+    ),
+    "norm": (
+        {"model": lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double(), "norm": "transductive"},
+        "norm= exchanges the normalisations",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_what_cannot_be_compiled_runs_eagerly_with_one_warning(regression, name):
+    case, reason = UNCOMPILED[name]
+    torch.manual_seed(0)
+    maml = pair({"steps": 2, "task_chunk": 1, **case})[0]
+    eager = copy.deepcopy(maml).keeping("full")
+    with pytest.warns(UserWarning, match=f"runs without being compiled, because .*{reason}"):
+        found = results_of(maml, regression)
+    torch.testing.assert_close(found, results_of(eager, regression), rtol=1e-9, atol=1e-11)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results_of(maml, regression)
+
+
+def test_a_model_in_another_mode_before_the_backward_pass_is_refused(regression):
+    maml = pair(CASES["step"])[0]
+    loss = maml(regression).loss
+    maml.eval()
+    with pytest.raises(RuntimeError, match="the mode of a module changed before the backward pass"):
+        loss.backward()
+
+
+def test_adaptation_without_grad_mode_is_compiled(regression):
+    compiled, eager = pair({**CASES["steps"], "steps": 2})
+    with torch.no_grad():
+        a, b = (maml.adapt(regression.support)(regression.query.x) for maml in (compiled, eager))
+    torch.testing.assert_close(a, b)
+
+
+def test_other_values_are_refused():
+    with pytest.raises(ValueError, match="compile must be a bool, or a dict of the arguments"):
+        pair(CASES["steps"], "whole")
