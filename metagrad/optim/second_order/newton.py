@@ -536,7 +536,8 @@ class NewtonCG(VectorOptimizer):
             factor, added = self._adapted(factor, added, damping, ratio, step)
             length = objective.searched(problem.w, step, after)
         self._found = ((factor, added), self._described(run, ratio, length, problem.lr))
-        states = {key: {"step": number + 1, "factor": factor, "added": added} for key in params}
+        shared: dict[str, Any] = {"step": number + 1, "factor": factor, "added": added}
+        states = {key: dict(shared) for key in params}
         for key, part in split(run.x, params).items() if group["warm_start"] else ():
             states[key]["solution"] = part
         is_finite = run.result is not Result.NON_FINITE and math.isfinite(step.curved)
