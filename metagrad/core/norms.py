@@ -55,9 +55,8 @@ def layer_norm(
         raise ValueError(
             f"layer_norm(input, normalized_shape): the last sizes of input must be {shape}, got {tuple(input.shape)}."
         )
-    return _affine(_normalised(widened(input), tuple(range(-len(shape), 0)), eps), weight, bias).to(
-        input.dtype
-    )
+    centred, scale = _statistics(widened(input), tuple(range(-len(shape), 0)), eps)
+    return _affine(centred * scale, weight, bias).to(input.dtype)
 
 
 def batch_norm(
@@ -107,8 +106,7 @@ def batch_norm(
                 "batch_norm(..., training=False): expected running_mean and running_var, got None."
             )
         shift, scale = (widened(_by_channel(t, input.ndim)) for t in (running_mean, running_var))
-        normalised = (widened(input) - shift) * (scale + eps).rsqrt()
-        return _affine(normalised, weight, bias, channels=True).to(input.dtype)
+        return _by_channels(widened(input) - shift, (scale + eps).rsqrt(), weight, bias).to(input.dtype)
     count = input.numel() // max(input.shape[1], 1)
     if count < 2:
         raise ValueError(
@@ -117,7 +115,7 @@ def batch_norm(
         )
     axes = (0, *range(2, input.ndim))
     _move(running_mean, running_var, input, axes, momentum)
-    return _affine(_normalised(widened(input), axes, eps), weight, bias, channels=True).to(input.dtype)
+    return _by_channels(*_statistics(widened(input), axes, eps), weight, bias).to(input.dtype)
 
 
 def instance_norm(
@@ -164,7 +162,7 @@ def instance_norm(
             f"shape {tuple(input.shape)}."
         )
     _move(running_mean, running_var, input, axes, momentum)
-    return _affine(_normalised(widened(input), axes, eps), weight, bias, channels=True).to(input.dtype)
+    return _by_channels(*_statistics(widened(input), axes, eps), weight, bias).to(input.dtype)
 
 
 class composite_norms(Dispatch):  # noqa: N801, used as a function is
@@ -206,17 +204,21 @@ _COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }
 
 
-def _normalised(input: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
-    centred = input - input.mean(axes, keepdim=True)
-    return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
+def _statistics(input: Tensor, axes: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
+    """Return the centred input, and what to multiply it by."""
+    variance, mean = torch.var_mean(input, axes, correction=0, keepdim=True)
+    return input - mean, (variance + eps).rsqrt()
 
 
-def _affine(normalised: Tensor, weight: Tensor | None, bias: Tensor | None, channels: bool = False) -> Tensor:
-    weight, bias = (
-        _by_channel(x, normalised.ndim) if channels and x is not None else x for x in (weight, bias)
-    )
-    normalised = normalised if weight is None else normalised * weight
-    return normalised if bias is None else normalised + bias
+def _by_channels(centred: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    weight, bias = (x if x is None else _by_channel(x, centred.ndim) for x in (weight, bias))
+    return _affine(centred, scale if weight is None else scale * weight, bias)
+
+
+def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is None:
+        return input if bias is None else input + bias
+    return input * weight if bias is None else torch.addcmul(bias, input, weight)
 
 
 def _by_channel(values: Tensor, ndim: int) -> Tensor:
