@@ -84,8 +84,8 @@ class MAML(nn.Module):
             one inner step and the query loss are compiled, and serve any number of steps and values of the
             hyperparameters. A dict holds the arguments of ``torch.compile``. What cannot be compiled (hooks, running
             statistics, control flow that depends on data, ``norm``, ``sparse``, inputs or outputs that are not single
-            tensors) runs eagerly, with one warning that says why. A meta-gradient of compiled steps cannot be
-            differentiated again.
+            tensors) runs eagerly, with one warning that says why. The meta-gradient of large compiled steps cannot
+            be differentiated again.
         **options: ``sparse``, ``task_chunk``, ``nonfinite``, ``truncate`` and ``tolerance``, see
             :class:`metagrad.meta.Options`. They are attributes, too.
 

@@ -53,7 +53,7 @@ def unroll(
     Five steps on small tensors are compiled together. The step must be a pure function, which takes its inner
     gradient by :func:`torch.func.grad`. ``t``, the ints of the state (counters) and the floats among the arguments
     (learning rates) reach it as 0-d tensors. A step that cannot be compiled runs eagerly, with one warning that says
-    why. Derivatives of the result that are to be differentiated again raise an error.
+    why. A derivative of the result can be differentiated again if the steps are small; else torch raises an error.
 
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The state it returns has the structure, shapes and

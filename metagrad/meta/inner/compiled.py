@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from metagrad.core.structured import Nested, Structured
 from metagrad.core.tree import tree_map
 from metagrad.meta.objective.task_loss import Loss
 from metagrad.optim.rules import Params, Rule
-
-if TYPE_CHECKING:
-    pass
 
 
 def with_tensors(rule: Rule, like: Tensor) -> Rule:

@@ -104,7 +104,7 @@ def assert_same(compiled, eager, *args, **kwargs):
     )
 
 
-FAST = ("one function", "steps", "step", "norms", "a part adapts")
+FAST = ("one function", "step", "norms")
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in CASES])
