@@ -182,9 +182,9 @@ class composite_norms(Dispatch):  # noqa: N801, used as a function is
         super().__init__(_COMPOSITES)
 
 
-def unfused_attention() -> contextlib.AbstractContextManager[None]:
+def unfused_attention() -> contextlib.AbstractContextManager[object]:
     """Choose the kernel of attention that has derivatives of every order, within a ``with`` block."""
-    return sdpa_kernel(SDPBackend.MATH)
+    return sdpa_kernel(SDPBackend.MATH)  # type: ignore[reportUnknownVariableType]
 
 
 @contextlib.contextmanager

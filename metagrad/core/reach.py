@@ -39,7 +39,7 @@ class Place(NamedTuple):
         elif isinstance(self.holder, (dict, list)):
             self.holder[self.key] = value
         elif isinstance(self.holder, functools.partial):
-            part = self.holder
+            part: Any = self.holder
             part.__setstate__((part.func, value, part.keywords, part.__dict__))
         else:
             setattr(self.holder, self.key, value)

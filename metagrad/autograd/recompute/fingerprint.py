@@ -22,6 +22,9 @@ RELATIVE_ERROR = 1e-5
 """By how much a number may differ when it is computed again by operations that round differently every time."""
 
 
+_PLAIN_DISPATCH = getattr(Tensor, "__torch_dispatch__")  # noqa: B009, torch leaves it without a type
+
+
 def is_deterministic() -> bool:
     """Return whether the same operations give the same bits: in one CPU thread, or where torch was asked to."""
     if torch.are_deterministic_algorithms_enabled():
@@ -100,7 +103,7 @@ def difference(index: int, tensor: Tensor, now: Tensor, *, exact: bool) -> str |
 def _kind(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None:
     if tensor is None or is_functorch_wrapped(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if getattr(type(tensor), "__torch_dispatch__", None) is not _PLAIN_DISPATCH:
         return None  # a subclass with operations of its own
     return tensor.dtype, tuple(tensor.shape)
 

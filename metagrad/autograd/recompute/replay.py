@@ -295,7 +295,7 @@ def _walk(outputs: Iterable[Tensor], boundary: Container[Edge]) -> _Walk:
     leaves = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is None]
     num_edges = 0
     seen: set[Node] = set()
-    stack: list[Edge] = [(t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None]
+    stack: list[Edge] = [(t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None]  # type: ignore[reportAssignmentType]
     while stack:
         edge = stack.pop()
         node = edge[0]
