@@ -179,13 +179,10 @@ MERGES = [
     Case("a + b, one pattern", lambda a, b: a + b, lambda _, a, b: a + b, ("same",)),
     Case("a + b, two patterns", lambda a, b: a + b, lambda _, a, b: a + b, ("other",)),
     Case("a + dense", lambda a, x: a + x, lambda _, a, x: a + x, ("matrix",), is_dense=True),
-    Case("dense - a", lambda a, x: x - a, lambda _, a, x: x - a, ("matrix",), is_dense=True),
     Case("a * b, one pattern", lambda a, b: a * b, lambda _, a, b: a * b, ("same",)),
     Case("a * b, two patterns", lambda a, b: a * b, lambda _, a, b: a * b, ("other",)),
     Case("row * a", lambda a, x: x * a, lambda _, a, x: x * a, ("row",)),
     Case("column * a", lambda a, x: x * a, lambda _, a, x: x * a, ("column",)),
-    Case("a * dense", lambda a, x: a * x, lambda _, a, x: a * x, ("matrix",), is_dense=True),
-    Case("a / scalar", lambda a, x: a / x, lambda _, a, x: a / x, ("scalar",)),
     Case("a / column", lambda a, x: a / x, lambda _, a, x: a / x, ("column",)),
     Case("a / dense", lambda a, x: a / x, lambda _, a, x: a / x, ("matrix",), is_dense=True),
     Case("-2 * a / 4", lambda a: -2 * a / 4, lambda _, a: -2 * a / 4),
@@ -202,7 +199,6 @@ REDUCTIONS = [
     Case("max of columns", lambda a: a.max(0), _max(0)),
     Case("norm", lambda a: a.norm(), _norm(2)),
     Case("norm, p=3", lambda a: a.norm(3), _norm(3)),
-    Case("norm, p=inf", lambda a: a.norm(math.inf), _norm(math.inf)),
     Case("softmax of rows", softmax, _softmax(1)),
     Case("log_softmax of rows", lambda a: a.log_softmax(), _log_softmax(1)),
     Case("log_softmax of columns", lambda a: a.log_softmax(-2), _log_softmax(0)),
@@ -247,6 +243,14 @@ FORMS = [
     Case("t", lambda a: a.t(), lambda _, a: a.T),
 ]
 
-POWERS = [_pow(1), _pow(2), _pow(3), _pow(1.5, positive=True)]
+POWERS = [_pow(2), _pow(1.5, positive=True)]
 
-CASES = [*PRODUCTS, *MERGES, *REDUCTIONS, *SEGMENTS, *FORMS, *POWERS, *map(_elementwise, ELEMENTWISE)]
+CASES = [
+    *PRODUCTS,
+    *MERGES,
+    *REDUCTIONS,
+    *SEGMENTS,
+    *FORMS,
+    *POWERS,
+    *map(_elementwise, ("abs", "relu", "sqrt", "tanh")),
+]

@@ -10,7 +10,6 @@ from torch.func import grad, jvp, vmap
 
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor
-from tests.marks import fast, slow
 from tests.sparse.cases import CASES, Case, arguments
 from tests.sparse.guards import no_large_outputs
 from tests.sparse.strategies import patterns, seeds
@@ -27,9 +26,7 @@ KINDS = {
     "norm",
     "to_dense",
 }
-kinds = pytest.mark.parametrize(
-    "case", [case if str(case) in KINDS else slow(case) for case in CASES], ids=str
-)
+kinds = pytest.mark.parametrize("case", [case for case in CASES if str(case) in KINDS], ids=str)
 
 SMALL = Pattern(torch.tensor([0, 0, 1, 3, 3, 3]), torch.tensor([1, 3, 0, 0, 1, 4]), (4, 5))
 
@@ -89,7 +86,7 @@ def test_every_derivative_is_that_of_the_dense_operation(case, pattern, seed):
     check_against_dense(case, arguments(case, pattern, seed=seed))
 
 
-@every_case
+@kinds
 def test_float32_agrees_and_stays_float32(case):
     args = arguments(case, SMALL, dtype=torch.float32)
     result = dense(case.sparse(*args))
@@ -138,7 +135,7 @@ def test_vmap_is_a_loop(case):
     torch.testing.assert_close(vmap(gradient)(*stacked), expected)
 
 
-@pytest.mark.parametrize("case", fast(CASES[:2], CASES), ids=str)
+@kinds
 def test_a_checkpoint_sees_what_is_no_argument(case):
     args = arguments(case, SMALL)
     leaves = tensors(args)
@@ -169,7 +166,7 @@ def test_an_unroll_on_sparse_state_has_one_gradient_in_every_memory_mode(case):
     torch.testing.assert_close(tensors(recomputed), tensors(full))
 
 
-@every_case
+@kinds
 def test_gradients_keep_the_pattern_of_what_they_are_of(case):
     args = arguments(case, SMALL)
     first = mg.grad(contracted(stored(case.sparse(*args))), args, create_graph=True, materialize_grads=True)

@@ -91,13 +91,6 @@ def test_bilinear_rules_under_vmap_of_anything(rule, oracle, shapes, in_dims):
 
 
 @every_rule
-def test_nested_vmap_over_both_operands(rule, oracle, shapes):
-    x, y = rand(2, *shapes[0]), rand(3, *shapes[1])
-    table = lambda f: vmap(lambda x: vmap(lambda y: f(x, y))(y))(x)  # noqa: E731
-    torch.testing.assert_close(table(rule), table(oracle))
-
-
-@every_rule
 @pytest.mark.parametrize("moving", [(True, True), (True, False), (False, True)], ids=str)
 def test_bilinear_tangents(rule, oracle, shapes, moving):
     operands = [rand(*shape) for shape in shapes]
@@ -137,16 +130,7 @@ def test_linear_rules_at_every_order_and_in_every_transform(rule, oracle, shape)
     torch.testing.assert_close(curved[0](xs[0]), curved[1](xs[0]))
 
 
-@every_rule
-def test_nothing_is_computed_for_an_operand_without_grad(rule, oracle, shapes):
-    for frozen in (0, 1):
-        operands = [rand(*shape).requires_grad_(index != frozen) for index, shape in enumerate(shapes)]
-        moving = operands[1 - frozen]
-        got = torch.autograd.grad((rule(*operands) ** 2).sum(), moving)
-        torch.testing.assert_close(got, torch.autograd.grad((oracle(*operands) ** 2).sum(), moving))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_types_without_csr_kernels_are_gathered_in_slices(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "SLICE_NUMBERS", 4)  # two entries of width 2 at a time
     cases = [*RULES.values(), *((rule, oracle, (shape,)) for rule, oracle, shape in LINEAR.values())]

@@ -63,17 +63,6 @@ class TestValues:
         inputs = [draw(len(coords), 2), draw(3, 2, *kernel, seed=1), draw(3, seed=2)]
         assert_same_tower(sparse(rulebook), dense(coords, grid, dilation), inputs)
 
-    def test_two_layers_share_a_rulebook(self):
-        grid = (1, 4, 4)
-        coords = draw_sites(grid)
-        rulebook, oracle = Rulebook(coords, 3), dense(coords, grid, (1, 1))
-        inputs = [draw(len(coords), 1), draw(2, 1, 3, 3, seed=1), draw(1, 2, 3, 3, seed=2)]
-        assert_same_tower(
-            lambda x, a, b: conv(conv(x, a, rulebook).tanh(), b, rulebook),
-            lambda x, a, b: oracle(oracle(x, a).tanh(), b),
-            inputs,
-        )
-
     def test_no_sites(self):
         rulebook = Rulebook(torch.zeros(0, 3, dtype=torch.int64), 3)
         x, weight = draw(0, 2).requires_grad_(), draw(3, 2, 3, 3).requires_grad_()
@@ -222,9 +211,3 @@ def test_errors(change, error, match):
     arguments = {"x": draw(2, 2), "weight": draw(3, 2, 3, 3), "rulebook": RULEBOOK, "bias": draw(3), **change}
     with pytest.raises(error, match=match):
         conv(**arguments)
-
-
-def test_two_devices_are_refused():
-    x, weight = draw(2, 2).to("meta"), draw(3, 2, 3, 3).to("meta")
-    with pytest.raises(ValueError, match=r"x is on meta and the rulebook on cpu. Make it of coords.to"):
-        conv(x, weight, RULEBOOK)

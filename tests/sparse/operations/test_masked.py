@@ -126,15 +126,6 @@ def test_infinite_cotangents_of_what_is_invalid_do_not_come_back(masked, oracle)
     assert (g[~mask] == 0).all()
 
 
-def test_invalid_entries_are_replaced_before_a_singular_operation():
-    x = torch.tensor([2.0, 0.0], dtype=torch.float64)
-    mask = torch.tensor([True, False])
-    _, *got = derivatives(lambda x: masked_sum(torch.where(mask, x, 1).log(), mask), x)
-    _, *expected = derivatives(lambda x: x[:1].log().sum(), x)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
-
-
 @case
 def test_forward_mode_is_the_transpose_of_reverse_mode(masked, oracle):
     mask = MASKS["an empty row"]
@@ -226,18 +217,6 @@ def test_masked_second_derivatives_agree_in_all_modes():
     assert (reverse.movedim((2, 3), (0, 1))[~mask] == 0).all()
     for other in (hessian(fn), jacfwd(jacfwd(fn)), jacrev(jacfwd(fn))):
         torch.testing.assert_close(other(x), reverse)
-
-
-def test_a_masked_gradient_nests_with_values_of_an_outer_transform():
-    """g = 3 a^3 x^2 where unmasked, so |g|^2 = 9 a^6 x^4 and its derivative by a is 54 a^5 x^4."""
-    mask = torch.tensor([True, False])
-    x = torch.tensor([2.0, 3.0], dtype=torch.float64)
-    a = torch.tensor(0.5, dtype=torch.float64)
-
-    def penalty(a):
-        return grad(lambda x: ((a * mask_gradient(x, mask)) ** 3).sum())(x).pow(2).sum()
-
-    torch.testing.assert_close(grad(penalty)(a), 54 * a**5 * x[0] ** 4)
 
 
 X = torch.ones(3, 4)

@@ -172,15 +172,6 @@ def test_one_backward_through_a_stack_of_tables(padding_idx):
         assert_same(a, b)
 
 
-@pytest.mark.parametrize("fn", [loss, grad(loss)])
-def test_forward_mode(fn):
-    table, tangent, ids = leaf(V, D).detach(), leaf(V, D, seed=1).detach(), torch.tensor([0, 2, 2])
-    got = jvp(lambda t: fn(t, ids), (table,), (tangent,))
-    expected = jvp(lambda t: fn(t, ids, F.embedding), (table,), (tangent,))
-    for a, b in zip(got, expected, strict=True):
-        assert_same(a, b)
-
-
 def test_forward_mode_over_forward_mode():
     """torch calls the jvp of a custom Function with forward mode off, which would lose the tangent's tangent."""
     table, tangent, ids = leaf(5, 2).detach(), leaf(5, 2, seed=1).detach(), torch.tensor([0, 3, 3])
@@ -258,14 +249,6 @@ def test_bags_equal_their_definition_to_order_three(drawn, mode, weighted):
     ours, theirs = tower(embedding_bag, "per_sample_weights"), tower(bags, "weights")
     for got, expected in zip(ours, theirs, strict=True):
         assert_same(got, expected)
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_rows_of_ids_are_bags(mode):
-    ids, table = torch.tensor([[0, 2], [2, 2], [5, 1]]), leaf(V, D)
-    expected = embedding_bag(ids.flatten(), torch.tensor([0, 2, 4]), table, mode=mode)
-    assert torch.equal(embedding_bag(ids, None, table, mode=mode), expected)
-    assert embedding_bag(ids.int()[:, :0], None, table, mode=mode).tolist() == [[0.0, 0.0]] * 3
 
 
 def test_of_equal_maxima_the_first_has_the_gradient():
@@ -392,13 +375,3 @@ def test_the_rows_of_ids_are_found_once_for_all_derivatives(monkeypatch, padding
         (gradient,) = torch.autograd.grad(loss, table, create_graph=True)
         loss = gradient.square().sum()
     assert len(found) == 1
-
-
-def test_a_pullback_outlives_its_transform():
-    table, ids = torch.randn(6, 2, dtype=torch.float64), torch.tensor([4, 3, 3, 0])
-    cotangent = torch.randn(4, 2, dtype=torch.float64)
-    got, expected = (
-        torch.func.vjp(lambda t, f=f: f(ids, t).sin(), table)[1](cotangent)[0]
-        for f in (embedding, F.embedding)
-    )
-    torch.testing.assert_close(got + torch.zeros_like(table), expected)

@@ -170,23 +170,6 @@ def test_writes_in_place_are_seen_by_detached_aliases():
     assert not alias.to_dense().any()
 
 
-def test_a_view_of_another_shape_is_not_written_into():
-    with pytest.raises(TypeError, match="view of another shape: not an operation on RowSparse"):
-        row_sparse().detach().view(V, 1, D).mul_(2)
-
-
-@pytest.mark.parametrize("optimizer", [{}, {"momentum": 0.9, "nesterov": True}])
-def test_torch_sgd_takes_it_as_it_is(optimizer):
-    ours, theirs = leaf(V, D), leaf(V, D)
-    steps = [torch.optim.SGD([w], lr=0.1, foreach=False, **optimizer) for w in (ours, theirs)]
-    for ids in ([1, 1, 2], [2, 5], [0]):
-        for w, lookup, step in zip((ours, theirs), (embedding, F.embedding), steps, strict=True):
-            step.zero_grad()
-            (lookup(torch.tensor(ids), w) ** 2).sum().backward()
-            step.step()
-    torch.testing.assert_close(ours, theirs)
-
-
 def test_coo_is_a_detached_hybrid_tensor_for_torch_optimizers():
     x = row_sparse()
     coo = x.to_coo()
