@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 
+from experiments.benchmarks.arguments import add_words
 from experiments.benchmarks.maml.models import ResNet20, Transformer
 from experiments.run.measure import peak_bytes
 from experiments.run.progress import Progress
@@ -234,27 +235,17 @@ METHODS: dict[str, Callable[[Work], Run]] = {
     EIGENVALUES_BY_HAND: eigenvalues_by_hand,
     EIGENVALUES: eigenvalues,
 }
-PLAIN = {  # what is written by hand, for each method that does the same
-    HVP: BY_HAND,
-    TRACE: TRACE_BY_HAND,
-    EIGENVALUES: EIGENVALUES_BY_HAND,
-}
+PLAIN = {HVP: BY_HAND, TRACE: TRACE_BY_HAND, EIGENVALUES: EIGENVALUES_BY_HAND}  # what does the same
 TRACES = (TRACE_BY_HAND, TRACE)
-WORKLOADS: dict[str, Callable[[], Work]] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "transformer": transformer,
-    "resnet20": resnet20,
-}
+WORKLOADS = {"mlp": mlp, "cnn": cnn, "transformer": transformer, "resnet20": resnet20}
 
 
 @dataclass
 class Result:
-    """What one method did: time and peak, as multiples of a gradient's, or why it did nothing."""
+    """Time and peak of one method, as multiples of a gradient's."""
 
-    slower: float = float("nan")
-    larger: float = float("nan")
-    note: str = ""
+    slower: float
+    larger: float
 
 
 def check(work: Work) -> None:
@@ -274,8 +265,9 @@ def measure(
     work: Work, rounds: int, methods: Iterable[str] = METHODS
 ) -> tuple[dict[str, Result], float, int]:
     """Return the ratios of methods, and the seconds and bytes of one gradient."""
-    results = {name: Result() for name in METHODS if name == GRADIENT or name in methods}
-    runs = _started(work, results)
+    runs = {name: METHODS[name](work) for name in METHODS if name == GRADIENT or name in methods}
+    for run in runs.values():
+        run()
     ratios: dict[str, list[float]] = {name: [] for name in runs}
     gradients: list[float] = []
     shuffle = random.Random(0)
@@ -286,9 +278,10 @@ def measure(
             ratios[name].append(taken / times[GRADIENT] / (work.probes if name in TRACES else 1))
     runs.clear()
     unit = peak_bytes(lambda: METHODS[GRADIENT](work)())
+    results = {}
     for name, found in Progress(ratios.items(), unit="peak", leave=False):
-        results[name].slower = statistics.median(found)
-        results[name].larger = peak_bytes(lambda name=name: METHODS[name](work)()) / unit
+        larger = peak_bytes(lambda name=name: METHODS[name](work)()) / unit
+        results[name] = Result(statistics.median(found), larger)
     return results, statistics.median(gradients), unit
 
 
@@ -298,40 +291,12 @@ def report(name: str, results: dict[str, Result], gradient_seconds: float, gradi
         f"{name}: one gradient takes {1000 * gradient_seconds:.1f} ms and {gradient_bytes / MIB:.1f} MiB",
         f"{'':30}{'x its time':>12}{'x its peak':>12}",
     ]
-    for method, result in results.items():
-        numbers = result.note or f"{result.slower:12.2f}{result.larger:12.2f}"
-        lines.append(f"{method:30}{numbers}")
-    for ours in results:
-        if PLAIN.get(ours) in results:
-            lines += beside(results[PLAIN[ours]], results[ours], ours)
+    lines += [f"{method:30}{one.slower:12.2f}{one.larger:12.2f}" for method, one in results.items()]
+    for name, ours in results.items():
+        if plain := results.get(PLAIN.get(name, "")):
+            ratios = f"{ours.slower / plain.slower:.2f} of the time and {ours.larger / plain.larger:.2f}"
+            lines.append(f"{name}: {ratios} of the peak of what is written by hand")
     return "\n".join(lines)
-
-
-def beside(plain: Result, ours: Result, name: str) -> list[str]:
-    """Say what a method costs relative to what is written by hand."""
-    if plain.note or ours.note:
-        return []
-    slower, larger = ours.slower / plain.slower, ours.larger / plain.larger
-    return [f"{name}: {slower:.2f} of the time and {larger:.2f} of the peak of what is written by hand"]
-
-
-def _started(work: Work, results: dict[str, Result]) -> dict[str, Run]:
-    """Make every method's operator and call it once; note what cannot."""
-    runs = {name: _start(METHODS[name], work, result) for name, result in results.items()}
-    return {name: run for name, run in runs.items() if run is not None}
-
-
-def _start(method: Callable[[Work], Run], work: Work, result: Result) -> Run | None:
-    try:
-        run = method(work)
-        run()
-    except ModuleNotFoundError as error:
-        result.note = f"  {error.name} is not installed"
-    except (RuntimeError, MemoryError) as error:
-        result.note = f"  {type(error).__name__}: {str(error).splitlines()[0]}"[:90]
-    else:
-        return run
-    return None
 
 
 def seconds(run: Run) -> float:
@@ -352,22 +317,17 @@ def _once(run: Run) -> float:
 def main() -> None:
     """Run the workloads named on the command line, by default all."""
     parser = argparse.ArgumentParser(description="Time and weigh curvature products against one gradient.")
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(WORKLOADS)}")
+    add_words(parser, "workloads", WORKLOADS)
     parser.add_argument("--rounds", type=int, default=3, help="timings of each method (3)")
     parser.add_argument("--probes", type=int, default=PROBES, help=f"probes of a trace ({PROBES})")
-    parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=[*METHODS], help="beside the gradient"
-    )
+    add_words(parser, "--methods", METHODS)
     parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
     arguments = parser.parse_args()
-    unknown = set(arguments.workloads) - set(WORKLOADS)
-    if unknown or min(arguments.rounds, arguments.probes, arguments.threads) < 1:
-        parser.error(
-            f"expected workloads among {', '.join(WORKLOADS)} and at least one round, probe and thread"
-        )
+    if min(arguments.rounds, arguments.probes, arguments.threads) < 1:
+        parser.error("expected at least one round, probe and thread")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
     torch.set_num_threads(arguments.threads)
-    for name in arguments.workloads or WORKLOADS:
+    for name in arguments.workloads:
         work = replace(WORKLOADS[name](), probes=arguments.probes)
         check(work)
         print(report(name, *measure(work, arguments.rounds, arguments.methods)), end="\n\n", flush=True)

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.benchmarks.arguments import add_words
 from experiments.benchmarks.maml.models import Transformer
 from experiments.run.files import markdown
 from experiments.run.progress import Progress
@@ -143,11 +144,10 @@ METHODS: dict[str, Method] = {
 
 @dataclass
 class Result:
-    """What one optimizer did: ratios to a gradient, one of times for each round; or why it did nothing."""
+    """What one optimizer did: ratios to a gradient, one of times for each round."""
 
     times: list[float] = field(default_factory=list)
     peak: float = float("nan")
-    note: str = ""
 
     @property
     def time(self) -> float:
@@ -169,9 +169,9 @@ def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
     results = {name: Result() for name in names}
     gradient = gradient_of(work, copy.deepcopy(work.model))
     unit = peak_of(gradient)  # before .grad is there
-    steps = {
-        name: step for name in names if (step := _started(work, METHODS[name], results[name])) is not None
-    }
+    steps = {name: METHODS[name].stepper(work, copy.deepcopy(work.model)) for name in names}
+    for step in steps.values():  # which makes its state
+        step()
     gradients: list[float] = []
     for number in Progress(range(rounds), unit="round", leave=False):
         for name in random.Random(number).sample(list(steps), len(steps)):
@@ -215,18 +215,6 @@ def gradient_of(work: Work, model: nn.Module) -> Callable[[], Tensor]:
     return gradient
 
 
-def _started(work: Work, method: Method, result: Result) -> Callable[[], object] | None:
-    """Take the first step, in which state is made; note why it cannot be taken."""
-    try:
-        step = method.stepper(work, copy.deepcopy(work.model))
-        step()
-    except (RuntimeError, TypeError, ValueError) as error:
-        result.note = f"{type(error).__name__}: {str(error).splitlines()[0]}"[:90]
-    else:
-        return step
-    return None
-
-
 def _period(work: Work, method: Method, model: nn.Module) -> None:
     step = method.stepper(work, model)
     for _ in range(method.period + 1):
@@ -237,11 +225,8 @@ def table(name: str, measured: Measured) -> str:
     """Format one workload in Markdown."""
     rows = [["optimizer", "a step, in gradients", "in the rounds", "peak, in gradients'"]]
     for method, result in measured.results.items():
-        if result.note:
-            rows.append([method, "", "", result.note])
-        else:
-            spread = f"{min(result.times):.2f} to {max(result.times):.2f}"
-            rows.append([method, f"{result.time:.2f}", spread, f"{result.peak:.2f}"])
+        spread = f"{min(result.times):.2f} to {max(result.times):.2f}"
+        rows.append([method, f"{result.time:.2f}", spread, f"{result.peak:.2f}"])
     unit = f"One gradient takes {1000 * measured.seconds:.1f} ms and {measured.nbytes / MIB:.1f} MiB."
     return f"## {name}\n\n{unit}\n\n{markdown(rows)}"
 
@@ -253,14 +238,11 @@ def parsed() -> argparse.Namespace:
         description="What a step of an optimizer costs, in gradients.",
     )
     add = parser.add_argument
-    add("--workloads", nargs="+", default=list(WORKLOADS), help=f"any of {', '.join(WORKLOADS)} (all)")
-    add("--optimizers", nargs="+", default=list(METHODS), help=f"any of {', '.join(METHODS)} (all)")
+    add_words(parser, "--workloads", WORKLOADS)
+    add_words(parser, "--optimizers", METHODS)
     add("--rounds", type=int, default=3, help="periods of each optimizer (3)")
     add("--threads", type=int, default=torch.get_num_threads(), help="of torch (as many as it takes)")
     arguments = parser.parse_args()
-    for chosen, known in ((arguments.workloads, WORKLOADS), (arguments.optimizers, METHODS)):
-        if unknown := [name for name in chosen if name not in known]:
-            parser.error(f"{', '.join(unknown)}: expected any of {', '.join(known)}")
     if min(arguments.rounds, arguments.threads) < 1:
         parser.error("--rounds and --threads must be positive")
     return arguments

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.benchmarks.arguments import add_words
 from experiments.run.measure import cpu_seconds, peak_bytes
 from experiments.run.progress import Progress
 from metagrad import sparse
@@ -327,13 +328,13 @@ def _first_line(error: Exception) -> str:
 def main() -> None:
     """Run the workloads named on the command line, by default the small one."""
     parser = argparse.ArgumentParser(description="Time and weigh gradients of sparse values, orders 1 to 3.")
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(OPERATIONS)}")
+    add_words(parser, "workloads", OPERATIONS, ["16k"])
     parser.add_argument("--rounds", type=int, default=3, help="timings of each method (3)")
     arguments = parser.parse_args()
-    if set(arguments.workloads) - set(OPERATIONS) or arguments.rounds < 1:
-        parser.error(f"expected workloads among {', '.join(OPERATIONS)} and at least one round")
+    if arguments.rounds < 1:
+        parser.error("expected at least one round")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
-    for name in arguments.workloads or ["16k"]:
+    for name in arguments.workloads:
         for text in tables(name, arguments.rounds):
             print(text, end="\n\n", flush=True)
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
+from experiments.benchmarks.arguments import add_words
 from experiments.run.progress import Progress
 from metagrad.tasks import FewShot, ImageFolders
 
@@ -110,25 +111,20 @@ def main() -> None:
     """Measure the sources named on the command line, by default all."""
     parser = argparse.ArgumentParser(description="Time the drawing of few-shot tasks beside meta-steps.")
     add = parser.add_argument
-    add("sources", nargs="*", metavar="SOURCE", help=f"any of {', '.join(SOURCES)} (all)")
+    add_words(parser, "sources", SOURCES)
     add("--tasks", type=int, default=32, help="of a batch (32)")
     add("--hidden", type=int, default=64, help="filters of the Conv4 (64)")
     add("--rounds", type=int, default=5, help="how many are timed (5)")
     add("--threads", type=int, default=torch.get_num_threads(), help="of the meta-step (as torch takes)")
-    add(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cuda where there is one, or cpu",
-    )
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda if there is one")
     arguments = parser.parse_args()
-    unknown = set(arguments.sources) - set(SOURCES)
-    if unknown or min(arguments.tasks, arguments.hidden, arguments.rounds, arguments.threads) < 1:
-        parser.error(f"expected sources among {', '.join(SOURCES)}, and positive numbers")
+    if min(arguments.tasks, arguments.hidden, arguments.rounds, arguments.threads) < 1:
+        parser.error("expected positive numbers")
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     settings = {"num_tasks": arguments.tasks, "hidden": arguments.hidden, "rounds": arguments.rounds}
     print(f"{'':12}{'sampling, ms':>14}{'meta-step, ms':>14}{'of a step':>15}")
-    for source in arguments.sources or list(SOURCES):
+    for source in arguments.sources:
         print(line(source, measure(source, torch.device(arguments.device), **settings)), flush=True)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from experiments.benchmarks.arguments import add_words
 from experiments.benchmarks.maml import runner
 from experiments.benchmarks.maml.methods import BASELINE, METHODS
 from experiments.benchmarks.maml.runner import ROUNDING, Record, Records, ratios
@@ -101,44 +102,23 @@ def _wrong(record: Record) -> str:
 
 def parsed() -> argparse.Namespace:
     """Read the command line."""
-    names = list(WORKLOADS)
     parser = argparse.ArgumentParser(
         prog="python -m experiments.benchmarks.maml",
         description="Time and weigh a meta-gradient by metagrad and by others.",
     )
     add = parser.add_argument
-    add("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(names)} (all)")
-    add(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        default=list(METHODS),
-        help="what to run beside the loop (all)",
-    )
+    add_words(parser, "workloads", WORKLOADS, [])
+    add_words(parser, "--methods", METHODS)
     add("--rounds", type=int, default=5, help="processes for each method (5)")
     add("--seconds", type=float, default=2.0, help="how long a process times (2)")
     add("--limit", type=float, default=600.0, help="seconds after which a process is stopped (600)")
-    add(
-        "--threads",
-        type=int,
-        default=torch.get_num_threads(),
-        help="of each process (as many as torch takes)",
-    )
+    add("--threads", type=int, default=torch.get_num_threads(), help="of each process (as torch takes)")
     add("--quick", action="store_true", help=f"two rounds of half a second, of {', '.join(QUICK)}")
-    add(
-        "--out",
-        type=Path,
-        default=Path("outputs/bench"),
-        help="where bench.json goes (outputs/bench)",
-    )
+    add("--out", type=Path, default=Path("outputs/bench"), help="where bench.json goes (outputs/bench)")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.seconds = 2, 0.5
-    arguments.workloads = arguments.workloads or list(QUICK if arguments.quick else names)
-    for chosen, known in ((arguments.workloads, names), (arguments.methods, METHODS)):
-        unknown = [name for name in chosen if name not in known]
-        if unknown:
-            parser.error(f"{', '.join(unknown)}: expected any of {', '.join(known)}")
+    arguments.workloads = arguments.workloads or list(QUICK if arguments.quick else WORKLOADS)
     if min(arguments.rounds, arguments.seconds, arguments.limit, arguments.threads) <= 0:
         parser.error("--rounds, --seconds, --limit and --threads must be positive")
     return arguments
