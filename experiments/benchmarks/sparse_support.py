@@ -93,7 +93,7 @@ class Setting:
         cells = (
             torch.stack([row, col], 1)[:, None] * torch.tensor(BLOCK, device=self.device) + within
         ).flatten(0, 1)
-        return Pattern.coalesce(*cells.unbind(1), (self.n, self.n))[0]
+        return Pattern.coalesce(cells[:, 0], cells[:, 1], (self.n, self.n))[0]
 
 
 @dataclass(frozen=True)

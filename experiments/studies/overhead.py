@@ -157,7 +157,7 @@ def second(task: Task) -> Run:
 
     def finish(grads: Sequence[Tensor]) -> Sequence[Tensor]:
         values = [g.values if isinstance(g, RowSparse) else g for g in grads]
-        return torch.autograd.grad(sum(part.square().sum() for part in values) / 2, params)
+        return torch.autograd.grad(torch.stack([part.square().sum() for part in values]).sum() / 2, params)
 
     return Run(hold, finish)
 
