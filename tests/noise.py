@@ -7,6 +7,8 @@ operation on the same operands gives the same bits again. A test that fails sits
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,8 @@ def install() -> torch.library.Library:
     """Replace torch's CPU kernels until the returned library is dropped."""
     library = torch.library.Library("aten", "IMPL")
     kernels = {"mm": mm, "bmm": bmm, "addmm": addmm, "baddbmm": baddbmm}
-    for name, kernel in {**kernels, "sum.dim_IntList": sum_dim, "convolution": convolution}.items():
-        library.impl(name, kernel, "CPU")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
+        for name, kernel in {**kernels, "sum.dim_IntList": sum_dim, "convolution": convolution}.items():
+            library.impl(name, kernel, "CPU")
     return library
