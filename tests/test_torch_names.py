@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = [ROOT / "metagrad" / "core" / "_torch.py"]
-MOST_NAMES, MOST_ATTRIBUTES = 30, 24
+MOST_NAMES, MOST_ATTRIBUTES = 30, 22
 SOURCES = sorted(set((ROOT / "metagrad").rglob("*.py")) - set(PLACES))
 
 
@@ -78,12 +78,10 @@ def private_attributes(source: str) -> tuple[set[str], set[str]]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             made.add(node.target.id)
         elif isinstance(node, ast.Assign):
-            made |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-            made |= {
-                item.value
-                for item in ast.walk(node)
-                if isinstance(item, ast.Constant) and isinstance(item.value, str)
-            }
+            names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+            made |= names
+            if "__slots__" in names:
+                made |= {item.value for item in ast.walk(node.value) if isinstance(item, ast.Constant)}
     return read, made
 
 

@@ -139,17 +139,17 @@ ATTRIBUTES: dict[object, dict[str, str]] = {
     torch.Tensor: {
         "_version": "counts writes in place",
         "_base": "what a view is of",
-        "_is_view": "whether it is one",
         "_is_zerotensor": "whether forward mode made it instead of zeros",
         "_indices": "of a COO tensor that was not coalesced",
         "_values": "likewise",
-        "_make_wrapper_subclass": "makes a tensor without memory of its own, for RowSparse",
+    },
+    _torch.autograd.Function._backward_cls: {
+        "_forward_cls": "the Function that a node of the graph belongs to"
     },
     torch.UntypedStorage: {"_cdata": "the identity of a storage"},
     nn.Module(): {
         "_parameters": "where substitution of parameters writes",
         "_buffers": "what a call may rebind",
-        "_modules": "the children of a Sequential",
         "_forward_hooks": "a module with hooks is not its forward alone",
         "_forward_pre_hooks": "likewise",
         "_backward_hooks": "likewise",

@@ -148,5 +148,5 @@ class SavedGraph:
 
 
 def _is_leaf_parameter(tensor: torch.Tensor) -> bool:
-    base = tensor._base if tensor._is_view() else tensor
-    return base is not None and base.is_leaf and base.requires_grad
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad

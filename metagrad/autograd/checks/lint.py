@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from metagrad.autograd.checks.lint_rules import RULES, Kind, LintRule
@@ -115,8 +116,8 @@ def with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
     """Walk nodes, and the graphs of those that are recomputed, which run again for that."""
     for node in nodes:
         yield node
-        inside = getattr(getattr(node, "_forward_cls", None), "nodes_inside", None)
-        if inside is not None:
+        function = node._forward_cls if isinstance(node, BackwardCFunction) else None  # type: ignore[attr-defined]
+        if (inside := getattr(function, "nodes_inside", None)) is not None:
             yield from with_recomputed(inside(node))
 
 

@@ -1,9 +1,8 @@
-"""The error for derivatives that do not exist, and the errors of torch that it replaces."""
+"""The error for derivatives that do not exist."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -11,14 +10,6 @@ from torch.autograd.graph import Node
 from metagrad.autograd.checks.lint import findings, with_recomputed
 from metagrad.autograd.checks.lint_rules import Kind
 from metagrad.core.tape import graph_nodes
-
-# Of an operation without a second derivative, of one that raises in it, and of once_differentiable.
-_SIGNS = (
-    "derivative for",
-    "is not implemented",
-    "once_differentiable",
-    "does not require grad and does not have",
-)
 
 
 class MissingDerivative(ValueError):  # noqa: N818 - it reads as what it says
@@ -45,14 +36,3 @@ def refuse_missing(
     found = findings(with_recomputed(graph_nodes([loss], set(behind))), order, kinds)
     if found:
         raise MissingDerivative("\n".join(f"{call}: {finding}" for finding in found))
-
-
-@contextlib.contextmanager
-def named_if_missing(call: str) -> Generator[None, None, None]:
-    """Turn torch's error about a missing derivative into a :class:`MissingDerivative`; others pass."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in _SIGNS):
-            raise
-        raise MissingDerivative(f"{call}: an operation has no second derivative: {error}") from error

@@ -158,16 +158,6 @@ def _nested(
     return loss, gradient, product
 
 
-# As torch says it: of an operation, of a custom autograd.Function, and of F.mse_loss, whose gradient writes into
-# the zero tangent of its target (torch 2.13).
-_NO_FORWARD_DERIVATIVE = ("forward AD", "jvp", "ZeroTensors are immutable")
-
-
-def lacks_forward_derivative(error: RuntimeError) -> bool:
-    """Say whether an error of forward mode is that an operation has no derivative."""
-    return any(sign in str(error) for sign in _NO_FORWARD_DERIVATIVE)
-
-
 def _forward(
     fn: Callable[[Sequence[Tensor]], Tensor],
     leaves: list[Tensor],
@@ -178,7 +168,7 @@ def _forward(
         try:
             pairs: Any = torch.func.jvp(torch.func.grad_and_value(fn), (leaves,), (weights,))
         except RuntimeError as error:
-            if not lacks_forward_derivative(error):
+            if isinstance(error, torch.OutOfMemoryError) or not _has_gradient(fn, leaves):
                 raise
             what = str(error).splitlines()[0]
             raise MissingDerivative(
@@ -186,6 +176,15 @@ def _forward(
             ) from error
     (gradient, loss), (product, _) = pairs
     return loss, gradient, product
+
+
+def _has_gradient(fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor]) -> bool:
+    """Return whether the gradient exists without forward mode, which then is to blame for an error."""
+    try:
+        torch.func.grad(fn)(leaves)
+    except Exception:
+        return False
+    return True
 
 
 def _variable(leaf: Tensor) -> Tensor:

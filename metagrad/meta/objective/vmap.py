@@ -168,7 +168,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     """Return the modules that a chain calls one after the other, also those of chains within."""
     if not is_plain(module) or type(module).forward is not nn.Sequential.forward:
         return [module]
-    return [layer for child in module._modules.values() for layer in layers_of(child)]  # type: ignore[arg-type]
+    return [layer for child in module for layer in layers_of(child)]
 
 
 def _stacked_form(module: nn.Module, values: Values, x: Nested) -> Callable[[Tensor], Tensor] | None:

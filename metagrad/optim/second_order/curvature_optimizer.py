@@ -90,8 +90,8 @@ def leaves_behind(loss: Tensor) -> list[Tensor]:
     """Return every tensor whose ``.grad`` a backward pass of a loss would write."""
     if loss.grad_fn is None:
         return [loss]
-    nodes = graph_nodes([loss])
-    return [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]  # type: ignore[attr-defined]
+    accumulates = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
+    return [node.variable for node in graph_nodes([loss]) if isinstance(node, accumulates)]  # type: ignore[attr-defined]
 
 
 def accumulate(leaf: Tensor, gradient: Tensor) -> None:

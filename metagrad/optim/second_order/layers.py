@@ -157,4 +157,4 @@ def without_base(output: Tensor) -> Tensor:
 
     What is written over a view, as by ``nn.ReLU(inplace=True)``, goes to its base, past its own place on the tape.
     """
-    return output.clone() if output._is_view() else output
+    return output.clone() if output._base is not None else output

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from metagrad.core._torch import Function, pytree
+from metagrad.core._torch import Function, make_wrapper_subclass, pytree
 from metagrad.sparse.tables.embedding import check_bags, embedding, embedding_bag, reduce_bags
 
 Lookup = Callable[[Tensor], Tensor]
@@ -35,9 +35,7 @@ class TableProxy(Tensor):
     _lookup: Lookup
 
     def __new__(cls, name: str, shape: Sequence[int], like: Tensor, lookup: Lookup) -> TableProxy:  # noqa: D102
-        result = Tensor._make_wrapper_subclass(  # type: ignore[reportAttributeAccessIssue]
-            cls, tuple(shape), dtype=like.dtype, device=like.device
-        )
+        result = make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
         result._name, result._lookup = name, lookup
         return result
 
