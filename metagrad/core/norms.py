@@ -11,9 +11,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.tree import widened
@@ -184,7 +184,8 @@ class composite_norms(Dispatch):  # noqa: N801, used as a function is
 
 def unfused_attention() -> contextlib.AbstractContextManager[object]:
     """Choose the kernel of attention that has derivatives of every order, within a ``with`` block."""
-    return sdpa_kernel(SDPBackend.MATH)  # type: ignore[reportUnknownVariableType]
+    kernels: Any = torch.nn.attention
+    return kernels.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
 
 
 @contextlib.contextmanager
