@@ -99,9 +99,7 @@ def test_products_with_sharded_parameters_are_refused():
     """Modules in fully_shard compute with parameters of their own: gradient and product were zero."""
     w = torch.ones(2)
     w.device_mesh = "as a DTensor has"
-    with pytest.raises(
-        ValueError, match=r"hvp\(loss_fn, params, v\): the parameter \"params\['w'\]\" is a DTensor"
-    ):
+    with pytest.raises(ValueError, match=r"hvp\(loss_fn, params, v\): the parameter \"params\['w'\]\" is a"):
         mg.hvp(lambda p: p["w"].sum(), {"w": w}, {"w": w})
 
 

@@ -81,9 +81,7 @@ def test_files_are_found_in_the_data_folder(tmp_path, monkeypatch):
     (tmp_path / "pets.csv").write_text(CSV)
     monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
     assert Tabular("pets.csv", "who", ["age"], "size", 2, 1).tasks == ["ann", "bob"]
-    with pytest.raises(
-        ValueError, match=r"Tabular: there is no no\.csv, and there is no /.*METAGRAD_DATA says"
-    ):
+    with pytest.raises(ValueError, match=r"Tabular: there is no no\.csv, and there is no /.*METAGRAD_DATA"):
         Tabular("no.csv", "who", ["age"], "size")
 
 
@@ -143,18 +141,10 @@ def test_small_tasks_are_left_out_when_told_to():
         ({"x": ["kind"]}, ValueError, r"the column x='kind' is text, .*x=\{'argument': 'kind'\} for ids"),
         ({"y": "kind"}, ValueError, "the column y='kind' is text, .*classify=True"),
         ({"tasks": [77]}, ValueError, "Tabular: tasks has 77, which the data do not have; there are 10"),
-        (
-            {"shots": 5, "queries": 2},
-            ValueError,
-            r"shots \+ queries = 7 rows, and 3 of 10 have fewer: 0 has 4, 1",
-        ),
+        ({"shots": 5, "queries": 2}, ValueError, r"shots \+ queries = 7 rows, and 3 of 10 have fewer: 0 has"),
         ({"small": "drop"}, ValueError, "expected one of 'raise', 'skip', got 'drop'"),
         ({"dtype": torch.int64}, ValueError, "dtype must be a floating-point type"),
-        (
-            {"table": [1, 2]},
-            TypeError,
-            "table must be the path of a CSV file, a dict of columns or a data frame, got a list",
-        ),
+        ({"table": [1, 2]}, TypeError, "table must be the path of a CSV file, a dict of columns or a data"),
         ({"table": {"who": [1], "row": [1, 2]}}, ValueError, r"of one length, \[rows\], got"),
         ({"table": {"who": [], "row": []}}, ValueError, "table has no rows"),
         (

@@ -49,9 +49,7 @@ def test_three_orders_of_a_power():
 
 def test_an_unused_parameter_is_named_by_its_key():
     params = {"used": leaf(1.0), "layer.bias": leaf(1.0)}
-    with pytest.raises(
-        ValueError, match=r"does not depend on params\['layer.bias'\].*materialize_grads=True"
-    ):
+    with pytest.raises(ValueError, match=r"does not depend on params\['layer.bias'\]"):
         mg.grad(params["used"].sum(), params)
 
 

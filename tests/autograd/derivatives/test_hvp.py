@@ -106,9 +106,7 @@ def test_arguments_are_checked():
         hvp(loss, params, list(v.values()), x, y)
     with pytest.raises(ValueError, match=r"v\['0.bias'\] must be as its parameter is, \(\(4,\).*\(5,\)"):
         hvp(loss, params, {**v, "0.bias": torch.zeros(5, dtype=torch.float64)}, x, y)
-    with pytest.raises(
-        TypeError, match=r"params\['0.bias'\] must be a floating point tensor, got torch.int64"
-    ):
+    with pytest.raises(TypeError, match=r"params\['0.bias'\] must be a floating point tensor, got torch"):
         hvp(loss, {**params, "0.bias": torch.zeros(4, dtype=torch.int64)}, v, x, y)
     with pytest.raises(TypeError, match=r"v\['0.bias'\] must be a floating point tensor, got float"):
         hvp(loss, params, {**v, "0.bias": 0.0}, x, y)

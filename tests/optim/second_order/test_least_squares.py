@@ -114,12 +114,7 @@ def test_float32_ends_at_its_precision():
     ("residuals", "options", "error", "match"),
     [
         (rosenbrock, {"max_steps": 0}, ValueError, "max_steps.*: expected an int of 1 or more, got 0"),
-        (
-            rosenbrock,
-            {"ftol": -1.0},
-            ValueError,
-            "expected a number of 0 or more, got -1.0",
-        ),
+        (rosenbrock, {"ftol": -1.0}, ValueError, "expected a number of 0 or more, got -1.0"),
         (lambda w: w.detach(), {}, ValueError, "the residuals do not depend on the parameters"),
         (lambda w: [w], {}, TypeError, "must return a real floating point tensor of residuals, got list"),
         (lambda w: w + 1j, {}, TypeError, "got torch.complex128"),

@@ -481,9 +481,7 @@ def test_a_closure_that_stops_calling_backward_is_refused():
         calls.append(loss)
         return loss
 
-    with pytest.raises(
-        RuntimeError, match=r"opt.step\(closure\): .*has called loss.backward\(\) at its first call"
-    ):
+    with pytest.raises(RuntimeError, match=r"opt.step\(closure\): .*has called loss.backward\(\) at its"):
         opt.step(closure)
     assert w.tolist() == [1.0, 1.0]
 
@@ -516,9 +514,7 @@ def test_a_step_without_curvature_is_refused():
     model = nn.Linear(2, 1)
     opt = NewtonCG(model.parameters())
     model(torch.ones(3, 2)).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"NewtonCG.step: there are gradients, but no curvature.*opt\.backward"
-    ):
+    with pytest.raises(RuntimeError, match="NewtonCG.step: there are gradients, but no curvature"):
         opt.step()
 
 

