@@ -344,7 +344,7 @@ def test_options_are_those_of_the_rule():
 
 
 def test_parameters_in_place_of_the_model_are_refused():
-    with pytest.raises(TypeError, match="model must be the nn.Module whose layers are observed, got"):
+    with pytest.raises(TypeError, match=r"model must be the nn.Module whose layers are observed, got"):
         KFAC(network().parameters())
 
 

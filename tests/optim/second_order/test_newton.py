@@ -514,7 +514,7 @@ def test_a_step_without_curvature_is_refused():
     model = nn.Linear(2, 1)
     opt = NewtonCG(model.parameters())
     model(torch.ones(3, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="NewtonCG.step: there are gradients, but no curvature"):
+    with pytest.raises(RuntimeError, match=r"NewtonCG.step: there are gradients, but no curvature"):
         opt.step()
 
 
