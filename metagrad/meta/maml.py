@@ -37,7 +37,7 @@ from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 
 
 class MAML(nn.Module):
-    r"""Model-agnostic meta-learning: learn parameters from which a few gradient steps lead far.
+    r"""Model-agnostic meta-learning: learn an initialization that adapts to a task in a few gradient steps.
 
     .. math::
         \min_\theta \; \frac{1}{|\mathcal T|} \sum_{i \in \mathcal T}
@@ -90,13 +90,12 @@ class MAML(nn.Module):
             :class:`metagrad.meta.Options`. They are attributes, too.
 
     Raises:
-        ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
-            ``query_weights`` is out of range; no parameter of the model requires grad; the model cannot follow
-            ``norm``; ``adapt`` names something that the model does not have; a name in ``start`` is none that is
-            adapted, or a table in ``sparse``; a name in ``sparse`` is not a table that is learned, or ``inner`` has
-            a value for each of its rows.
-        TypeError: ``model`` is not a module, ``inner`` is not a rule, ``adapt`` or ``start`` is of another type, or
-            ``sparse`` is a string.
+        ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk`` or ``compile`` is
+            out of range; no parameter of the model requires grad; the model cannot follow ``norm``; ``adapt`` names
+            something that the model does not have; a name in ``sparse`` is not a table that is learned, or
+            ``inner`` has a value for each of its rows.
+        TypeError: ``model`` is not a module, ``inner`` is not a rule, ``adapt`` is of another type, or ``sparse`` is
+            a string.
 
     Example:
         >>> model = torch.nn.Linear(1, 1)
