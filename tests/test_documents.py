@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -51,6 +52,10 @@ LONG = {
     for page in ("curvature", "embeddings_and_graphs", "experiments", "memory", "optimizer")
 }
 LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
+NAMES = re.compile(
+    r"(?<![\w./])(?:mg|metagrad|rules|curvature|hypergrad|sparse)(?:\.(?!(?:md|py)\b)[A-Za-z_]\w*)+"
+)
+ROOMS = {"mg": "metagrad", "metagrad": "metagrad", "rules": "metagrad.optim.rules"}
 OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|algorithm)=([\w,]+)")
 
 WORKLOADS = {
@@ -224,6 +229,20 @@ def missing_files(path: Path, text: str) -> list[str]:
     ]
 
 
+def missing_names(path: Path, text: str) -> list[str]:
+    """Return dotted names of the library that it does not have."""
+    return [name for name in sorted(set(NAMES.findall(text))) if not is_name(name)]
+
+
+def is_name(name: str) -> bool:
+    room, _, rest = name.partition(".")
+    try:
+        pkgutil.resolve_name(f"{ROOMS.get(room, f'metagrad.{room}')}.{rest}")
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
 def missing_workloads(path: Path, text: str) -> list[str]:
     commands = re.findall(r"python -m experiments\.benchmarks\.(\w+)((?: [a-z0-9][\w-]*)*)", text)
     pairs = [(program, name) for program, names in commands for name in names.split()]
@@ -244,7 +263,7 @@ def is_option(group: str, option: str) -> bool:
 
 @pytest.mark.parametrize(
     "missing",
-    [broken_links, missing_commands, missing_files, missing_workloads, missing_options],
+    [broken_links, missing_commands, missing_files, missing_names, missing_workloads, missing_options],
     ids=lambda f: f.__name__,
 )
 def test_what_documents_name_exists(missing):
@@ -254,11 +273,20 @@ def test_what_documents_name_exists(missing):
 
 
 @pytest.mark.parametrize(
-    "text", ["[a](no.md)", "[a](README.md#no)", "`python -m experiments.no`", "`make no`", "`docs/no/`"]
+    "text",
+    [
+        "[a](no.md)",
+        "[a](README.md#no)",
+        "`python -m experiments.no`",
+        "`make no`",
+        "`docs/no/`",
+        "`rules.no(1)`",
+    ],
 )
 def test_what_does_not_exist_is_found(text):
     path = ROOT / "README.md"
-    assert broken_links(path, text) + missing_commands(path, text) + missing_files(path, text)
+    finders = (broken_links, missing_commands, missing_files, missing_names)
+    assert any(missing(path, text) for missing in finders)
 
 
 def test_an_option_that_does_not_exist_is_found():
