@@ -198,21 +198,3 @@ def test_torchscript_is_refused(kind):
     arguments = {"loss_fn": torch.nn.functional.mse_loss, "inner": mg.optim.rules.sgd(lr=0.1), "steps": 1}
     with pytest.raises(TypeError, match=r"\(model, \.\.\.\): TorchScript keeps the parameters"):
         kind(torch.nn.Sequential(scripted), **(arguments if kind is mg.MAML else {}))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model, x, y: mg.checkpoint(model, x),
-        lambda model, x, y: mg.preflight(model, torch.nn.functional.mse_loss, (x, y)),
-        lambda model, x, y: mg.ggn(
-            model, torch.nn.functional.mse_loss, dict(model.named_parameters()), (x, y)
-        ),
-    ],
-    ids=["checkpoint", "preflight", "ggn"],
-)
-def test_torchscript_is_refused_where_parts_of_a_model_are_replaced_or_put_back(call, request):
-    model = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 1)))
-    name = request.node.callspec.id
-    with pytest.raises(TypeError, match=rf"^{name}\(.*\): TorchScript keeps the parameters"):
-        call(model, torch.zeros(3, 2), torch.zeros(3, 1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from metagrad.memory import MemoryTracker
-from metagrad.memory.phases import AllocatorMeter, Phase, PhaseStack, label
+from metagrad.memory.phases import AllocatorMeter, Phase, PhaseStack
 
 
 class FakeMeter:
@@ -53,23 +53,6 @@ def test_peaks_fold_into_the_phase_around():
     assert numbers(second) == (150, 160, 250)
     assert numbers(outer) == (120, 140, 300)
     assert stack.peak() == 300
-
-
-def test_the_peak_of_a_child_does_not_reach_its_sibling():
-    meter = FakeMeter()
-    stack = PhaseStack(meter)
-    big, small = Phase(), Phase()
-    stack.push(big)
-    meter.use(1000, 0)
-    stack.pop()
-    stack.push(small)
-    meter.use(10, 0)
-    stack.pop()
-    assert (big.peak, small.peak) == (1000, 10)
-
-
-def test_label():
-    assert label((("outer", 3), ("query", None))) == "outer 3 / query"
 
 
 def test_allocator_meter_asks_for_its_device(monkeypatch):

@@ -57,10 +57,6 @@ def test_a_long_table_says_what_it_leaves_out():
     assert lines[61].startswith("outer 999 ")
 
 
-def test_the_footer_says_where_bytes_count_from():
-    assert table([record(("a", None), device="cuda:0")]).endswith("cuda:0: bytes in all")
-
-
 N = 100
 KIB = 1024
 
@@ -101,15 +97,6 @@ def test_the_whole_sentence():
         f"the peak is {format_bytes(mem.peak)}, the largest part of it made in outer 0 / query "
         f"({format_bytes(query.at_peak)})."
     )
-
-
-def test_an_outer_loop_that_keeps_one_small_number_each_step_is_freed():
-    kept = []
-    with MemoryTracker(device="cpu") as mem:
-        for step in range(4):
-            with mem.outer(step):
-                kept.append((torch.ones(N, dtype=torch.float64) * 2).sum())
-    assert "freed: each outer step leaves 8 B more than the last" in mem.verdict()
 
 
 def test_state_that_grows_is_named():
@@ -156,25 +143,13 @@ SENTENCES = {
         [phase("inner", 0, KIB, (0, 100)), phase("inner", 1, 3 * KIB, (100, 612))],
         "Each inner step adds 2.00 KiB, 512 B of it held by the graph; fewer than two",
     ),
-    "not constant": (
-        [phase("inner", k, after, (0, 0)) for k, after in enumerate([0, KIB, 2 * KIB, 5 * KIB])],
-        "Each inner step adds 1.00 KiB, 0 B of it held by the graph;",
-    ),
     "a single step": (
         [phase("inner", 0, 5 * KIB, (0, 4 * KIB), before=KIB)],
-        "Each inner step adds 4.00 KiB, 4.00 KiB of it held by the graph;",
-    ),
-    "the graph takes hold of what was there": (
-        [phase("inner", 0, 5 * KIB, (0, 40 * KIB), before=KIB)],
         "Each inner step adds 4.00 KiB, 4.00 KiB of it held by the graph;",
     ),
     "shrinks": (
         [phase("inner", 0, 3 * KIB, (0, 0)), phase("inner", 1, KIB, (0, 0))],
         "Inner steps do not add memory: -2.00 KiB each;",
-    ),
-    "one outer step": (
-        [phase("outer", 0, KIB)],
-        "fewer than two outer steps were recorded, so it is unknown whether they are freed",
     ),
     "two outer steps": (
         [

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import copy
-import io
 import random
-import weakref
 
 import numpy as np
 import pytest
@@ -18,13 +15,6 @@ OLD = torch.arange(50, dtype=torch.float64)  # made before any ledger is open: 4
 
 def f64(*shape):
     return torch.zeros(*shape, dtype=torch.float64)
-
-
-def loaded():
-    buffer = io.BytesIO()
-    torch.save(f64(10), buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
 
 
 def resized(numel, start=10):
@@ -75,9 +65,7 @@ CASES = {
     "factory": (lambda: f64(10), 80),
     "empty": (lambda: f64(0), 0),
     "torch.tensor": (lambda: torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), 24),
-    "torch.tensor of numpy copies": (lambda: torch.tensor(np.ones(6)), 48),
     "from_numpy is numpy's memory": (lambda: torch.from_numpy(np.ones(6)), 0),
-    "from_numpy, then out of place": (lambda: torch.from_numpy(np.ones(6)) + 1, 48),
     "view of old": (lambda: OLD[3:].view(-1), 0),
     "expand": (lambda: f64(1).expand(1000), 8),
     "view keeps its base": (lambda: f64(100)[0], 800),
@@ -87,14 +75,11 @@ CASES = {
     "temporaries": (lambda: (OLD + 1).exp().sum(), 8),
     "grown": (lambda: resized(1000), 8000),
     "shrunk keeps its storage": (lambda: resized(2), 80),
-    "set_ to another": (lambda: f64(10).set_(f64(20)), 160),
     "set_ to an old storage": (lambda: f64(10).set_(OLD.untyped_storage()), 0),
     "data swapped": (lambda: setattr(t := f64(10), "data", f64(30)) or t, 240),
     "tuple": (lambda: torch.linalg.svd(torch.eye(3, dtype=torch.float64)), 72 + 24 + 72),
-    "list": (lambda: torch._foreach_add([OLD, OLD], 1), 800),
     "coo": (sparse_coo, 3 * 2 * 8 + 3 * 8),
     "coo from dense": (lambda: torch.eye(3, dtype=torch.float64).to_sparse_coo(), 3 * 2 * 8 + 3 * 8),
-    "coo of old values": (lambda: OLD_COO._values(), 0),
     "coo to dense": (lambda: OLD_COO.to_dense(), 128),
     "wrapper": (lambda: OLD_WRAPPER * 2, 400),
     "wrapper's temporaries": (lambda: (OLD_WRAPPER * 2 + 1).exp(), 400),
@@ -107,8 +92,6 @@ CASES = {
     "zero tensor": (lambda: torch._efficientzerotensor((100,)), 0),
     "inference mode": (lambda: torch.inference_mode()(lambda: OLD.reshape(5, 10) + 1)(), 400),
     "backward": (backward, 800),
-    "deepcopy": (lambda: copy.deepcopy(OLD), 400),
-    "load": (loaded, 80),
 }
 
 
@@ -139,13 +122,6 @@ def test_compressed_layouts_count_the_storages_of_their_three_components(layout)
     assert kept.layout == reference.layout
 
 
-def test_peak_within_an_expression():
-    ledger = Ledger(CPU)
-    with StorageMode(ledger):
-        kept = (OLD + 1) + 1  # two of 400 at once
-    assert (ledger.total, ledger.peak, kept.numel()) == (400, 800, 50)
-
-
 def test_storage_resized_by_hand_is_seen_when_next_returned():
     ledger = Ledger(CPU)
     with StorageMode(ledger):
@@ -164,15 +140,6 @@ def test_close_freezes_the_counts():
     ledger.close()
     del kept
     assert ledger.total == 80
-
-
-def test_the_ledger_keeps_no_storage_alive():
-    with StorageMode(Ledger(CPU)):
-        kept = f64(10)
-        alive = weakref.ref(kept.untyped_storage())
-        assert alive() is not None
-        del kept
-        assert alive() is None
 
 
 def test_attribution_equals_a_copy_of_all_counters_at_each_new_peak():

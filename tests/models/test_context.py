@@ -20,10 +20,6 @@ def test_a_context_is_a_bias_of_the_first_layer():
     torch.testing.assert_close(model(x), model.body[2](model.body[1](hidden)))
 
 
-def test_a_context_is_appended_to_inputs_of_any_shape():
-    assert ContextInput(2)(torch.zeros(4, 7, 3)).shape == (4, 7, 5)
-
-
 @pytest.mark.parametrize("shape", [(5, 3), (5, 3, 4), (5, 3, 4, 4)])
 def test_film_is_an_affine_map_of_each_channel(shape):
     torch.manual_seed(0)

@@ -18,7 +18,6 @@ MODELS = {
     "resnet, batch": lambda: ResNet12(3, 1, (2, 2), norm="batch"),
     "resnet, group": lambda: ResNet12(3, 1, (2, 2), norm="group"),
     "resnet, none": lambda: ResNet12(3, 1, (2, 2), norm="none"),
-    "transformer, images": lambda: Transformer(3, (1, 4, 4), patch=2, **SMALL),
     "transformer, sequences": lambda: Transformer(3, (4, 2), **SMALL),
 }
 

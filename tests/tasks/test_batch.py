@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from metagrad.tasks import Batch, Examples, Omniglot, Sinusoid, TaskDistribution
+from metagrad.tasks import Batch, Examples
 from metagrad.tasks.batch import share_of
 
 
@@ -23,21 +23,6 @@ def test_to_casts_floating_tensors_and_keeps_labels(batch):
     assert moved.support.x.dtype == moved.query.x.dtype == moved.query.y.dtype == torch.float64
     assert moved.support.y.dtype == torch.int64
     assert torch.equal(moved.support.x, batch.support.x.double())
-
-
-def test_to_without_a_change_copies_nothing(batch):
-    assert batch.to(device="cpu").support.x is batch.support.x
-
-
-def test_to_moves_every_tensor(batch):
-    moved = batch.to(device="meta")
-    assert {t.device.type for examples in moved for t in examples} == {"meta"}
-
-
-def test_the_distributions_meet_the_protocol():
-    assert isinstance(Sinusoid(), TaskDistribution)
-    assert callable(Omniglot.sample)
-    assert not isinstance(object(), TaskDistribution)
 
 
 class Process:
@@ -64,10 +49,6 @@ def test_shares_of_a_batch_are_the_batch(batch):
     assert torch.equal(torch.cat([share.support.x["x"] for share in shares]), batch.support.x)
     assert torch.equal(torch.cat([share.query.y for share in shares]), batch.query.y)
     assert shares[1].support.x["scale"] == 2
-
-
-def test_the_share_of_one_process_is_the_batch(batch):
-    assert torch.equal(batch.shard().support.x, batch.support.x)
 
 
 def test_a_process_without_a_task_is_an_error(batch):

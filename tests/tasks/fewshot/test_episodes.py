@@ -97,17 +97,6 @@ def test_ways_and_shots_that_vary():
         assert not set(own[own >= 0].tolist()) & set(other[other >= 0].tolist())
 
 
-def test_labels_mean_the_same_class_in_support_and_query():
-    support, query = draw_episodes(of_sizes(6, 7, 8, 9), 50, Composition((2, 4), (1, 3), 2), seeded())
-    bounds = torch.tensor([6, 13, 21])
-    for label in range(4):
-        classes = [
-            torch.where(part.labels == label, torch.bucketize(part.items, bounds, right=True), -1).amax(1)
-            for part in (support, query)
-        ]
-        assert torch.equal(*classes)
-
-
 def test_shots_do_not_take_the_members_that_queries_need():
     support, query = draw_episodes(of_sizes(5, 20), 200, Composition(2, (1, 10), 4), seeded())
     counts = torch.stack([(support.labels == label).sum(1) for label in range(2)], 1)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -96,22 +94,11 @@ def test_folders_are_found_in_the_data_folder(tmp_path, monkeypatch):
         ImageFolders("pots")
 
 
-def test_folders_without_images(tmp_path):
-    (tmp_path / "train").mkdir()
-    with pytest.raises(ValueError, match=r"must have a folder for each class, .* there are no images"):
-        ImageFolders(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"size": 0}, r"ImageFolders\(size\): expected None or an int of 1 or more, got 0"),
-        ({"mode": "CMYK"}, r"ImageFolders\(mode\): expected one of 'RGB', 'L', got 'CMYK'"),
         ({"splits": "imagenet"}, r"\(splits\): expected one of 'mini-ImageNet', 'CIFAR-FS', got 'imagenet'"),
-        (
-            {"splits": {"base": ["ant"]}},
-            r"\(splits\): expected one of 'train', 'validation', 'test', got 'base'",
-        ),
         (
             {"splits": {"train": ["ant", "emu"]}},
             "2 classes of the split 'train', and 1 are missing, .* 'emu'",
@@ -135,12 +122,6 @@ def test_tables_name_what_is_missing(tmp_path):
         ImageFolders(tmp_path)
     table.write_text("file,class\nant0.png,ant\n")
     with pytest.raises(ValueError, match=r"train\.csv must have the columns filename and label"):
-        ImageFolders(tmp_path)
-
-
-def test_without_pillow(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match="ImageFolders: reading images needs Pillow; install it by `pip"):
         ImageFolders(tmp_path)
 
 

@@ -43,12 +43,6 @@ def test_zips_come_before_folders_before_the_array_file(tiny, tmp_path):
     assert find(tmp_path, "background") == [archive]
 
 
-def test_half_of_the_zips_give_way_to_the_array_file(tiny, tmp_path):
-    tiny.write_zip(tmp_path, BACKGROUND)
-    bits = tiny.write_bits(tmp_path)
-    assert find(tmp_path, "train") == [bits]
-
-
 def test_a_subset_takes_its_own_zip_or_the_whole_background(tiny, tmp_path):
     whole = tiny.write_zip(tmp_path, BACKGROUND)
     assert find(tmp_path, "small1") == [whole]
@@ -105,11 +99,6 @@ def test_download_puts_the_archives_into_the_omniglot_folder(served, tmp_path, r
     assert find(tmp_path / root, "train") == paths
 
 
-def test_download_fetches_only_the_missing_half(served, tiny, tmp_path):
-    tree = tiny.write_tree(tmp_path / "omniglot", BACKGROUND)
-    assert find(tmp_path, "train", download=True) == [tree, tmp_path / "omniglot" / f"{EVALUATION}.zip"]
-
-
 def test_a_download_of_the_wrong_bytes_leaves_nothing(served, tmp_path):
     (served / f"{BACKGROUND}.zip").write_bytes(b"an error page")
     with pytest.raises(ValueError, match=r"file://.*images_background\.zip is corrupt: its md5 must be"):
@@ -122,18 +111,3 @@ def test_a_download_that_fails_names_the_address_and_the_folder(served, tmp_path
     with pytest.raises(OSError, match=r"file://.*could not be fetched .* put the file into .*omniglot"):
         fetch_archive(BACKGROUND, tmp_path / "omniglot")
     assert list((tmp_path / "omniglot").iterdir()) == []
-
-
-def test_downloads_come_from_the_datasets_own_repository_with_a_time_limit(tiny, monkeypatch, tmp_path):
-    asked = []
-
-    def refuse(url, timeout):
-        asked.append((url, timeout))
-        raise TimeoutError("no answer")
-
-    monkeypatch.setattr(files.urllib.request, "urlopen", refuse)
-    with pytest.raises(OSError, match="no answer"):
-        find(tmp_path, "background", download=True)
-    assert asked == [
-        ("https://github.com/brendenlake/omniglot/raw/master/python/images_background.zip", 60.0)
-    ]

@@ -55,13 +55,3 @@ def characters_where(table, mask: np.ndarray) -> tuple[Character, ...]:
 )
 def test_the_tables_equal_the_membership_that_comes_with_the_data(table, name, select):
     assert SPLITS[name].characters == characters_where(table, select(table))
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_the_archives_hold_the_characters(name):
-    for archives in SPLITS[name].archives:
-        held: set[Character] = set()
-        for archive in archives:
-            part = archive.removeprefix("images_").removeprefix("background_")
-            held.update(SPLITS[part].characters)
-        assert held.issuperset(SPLITS[name].characters)
