@@ -294,28 +294,6 @@ def test_pickled_and_copied_a_rule_goes_on_as_it_would(case):
 
 
 @over_cases
-def test_a_rule_is_a_frozen_tree_of_its_hyperparameters(case):
-    rule = case.rule(scalar)
-    leaves, spec = pytree.tree_flatten(rule)
-    hyper = leaves_of(formed(case.hyper, scalar))
-    if case.by_step:
-        tensors = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        assert len(tensors) == len(hyper)
-    again = pytree.tree_unflatten(leaves, spec)
-    assert type(again) is type(rule)
-    assert spec == pytree.tree_structure(again)
-    params = case.params()
-    assert_same(
-        again.update(case.grads(), again.init(params), params),
-        rule.update(case.grads(), rule.init(params), params),
-    )
-    names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(rule)[0]]
-    assert len(names) == len(leaves)
-    with pytest.raises(AttributeError):
-        rule.batch_ndim = 2
-
-
-@over_cases
 def test_negative_hyperparameters_are_refused_by_name(case):
     for name, value in case.hyper.items():
         known = name.removeprefix("other_")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
 import metagrad as mg
-from metagrad.optim.rule import with_arguments
-from metagrad.optim.rules import adagrad, adam, lion, rmsprop, sgd
-from metagrad.optim.torch_optim.optimizer import RuleOptimizer
+from metagrad.optim.rules import adagrad, adam, rmsprop, sgd
 from tests.optim.cases import CASES, scalar
 
 CASE = CASES["sgd"]
@@ -89,15 +85,3 @@ def test_bad_hyperparameters_are_refused(make, keywords, error, message):
 def test_values_that_do_not_fit_the_parameters_are_refused(lr, message):
     with pytest.raises(ValueError, match=message):
         unrolled(lr)
-
-
-def test_arguments_are_documented_before_the_examples_whatever_the_indentation():
-    doc = "Do it.\n\n    Example:\n        >>> 1\n        1\n    "
-    expected = "Do it.\n\nArgs:\n    lr: A step size.\n\nExample:\n    >>> 1\n    1"
-    assert with_arguments(doc, [("lr", "A step size.")]) == expected
-    assert with_arguments(inspect.cleandoc(doc), [("lr", "A step size.")]) == expected
-
-
-def test_an_optimizer_cannot_give_a_default_to_a_field_that_its_rule_has_not():
-    with pytest.raises(TypeError, match="class Typo: LionRule has no field beta"):
-        type("Typo", (RuleOptimizer,), {}, rule=lion, beta=0.9)

@@ -85,10 +85,6 @@ def test_a_number_keeps_its_dtype_and_shape_whatever_rho_has(rho, dtype):
     assert loss.item() == 2.25
 
 
-def test_other_arguments_are_passed_on(params):
-    assert sharpness_aware(loss_fn, params, 3.0, rho=0.0).item() == pytest.approx(3 * loss_fn(params).item())
-
-
 def test_what_it_refuses(params):
     call = r"sharpness_aware\(loss_fn, params\): "
     with pytest.raises(ValueError, match=call + r"order must be 1 or 2, got 3\."):

@@ -103,18 +103,3 @@ def test_products_with_hessians_and_gauss_newton_matrices(problem):
         with mg.ggn(model, F.mse_loss, params, (x, y), create_graph=create_graph) as G:
             found.append(G @ v)
     torch.testing.assert_close(*found)
-
-
-def test_an_optimizer_and_preflight(problem):
-    model, _, xs, ys = problem
-    optimizer = mg.optim.AdaHessian(model.parameters())
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(xs[0]), ys[0])
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    maml = mg.MAML(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=1)
-    assert "missing" not in str(mg.preflight(maml, ((xs, ys), (xs, ys))))

@@ -31,21 +31,6 @@ def test_pull_and_push_are_products_with_the_jacobian():
     torch.testing.assert_close(recorded.push([torch.eye(3).double()], True)[0], J.t())
 
 
-def test_products_are_batched_where_they_fit():
-    torch.manual_seed(0)
-    w = torch.randn(30, requires_grad=True)
-    product, sizes = product_of(w.sin().exp().sum(), w)
-    together, vectors = Together(), torch.randn(20, 30)
-    together.rows(product, vectors, 2**26)
-    assert sizes == [1, 19]  # the first is measured
-    sizes.clear()
-    together.rows(product, vectors, 9 * together.bytes_each)
-    assert sizes == [9, 9, 2]
-    sizes.clear()
-    together.rows(product, vectors[:4], 3 * together.bytes_each)  # too few to be faster together
-    assert sizes == [1] * 4
-
-
 def test_a_chunk_bounds_the_working_memory():
     torch.manual_seed(0)
     w, x = torch.randn(64, 8, requires_grad=True), torch.randn(200, 64)

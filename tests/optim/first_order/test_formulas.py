@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from metagrad.optim.arithmetic import root
-from metagrad.optim.rules import lion, sgd
-from metagrad.sparse.tables.row_sparse import RowSparse
+from metagrad.optim.rules import lion
 
 
 def test_lion_is_the_algorithm_of_the_paper():
@@ -25,18 +23,6 @@ def test_lion_is_the_algorithm_of_the_paper():
         params, state = rule.update({"w": torch.tensor(g, dtype=torch.float64)}, state, params)
         torch.testing.assert_close(params["w"], torch.tensor(w, dtype=torch.float64), rtol=1e-12, atol=0)
         torch.testing.assert_close(state.mean["w"], torch.tensor(m, dtype=torch.float64), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("form", [float, torch.tensor])
-def test_sgd_takes_a_row_sparse_gradient(form):
-    options = {"lr": 0.5, "momentum": 0.5, "weight_decay": 0.1}
-    table = torch.ones(4, 2, requires_grad=True)
-    gradient = RowSparse(torch.tensor([1]), torch.ones(1, 2), (4, 2))
-    rule = sgd(**{k: form(v) for k, v in options.items()})
-    new, _ = rule.update({"table": gradient}, rule.init({"table": table}), {"table": table})
-    table.grad = gradient.to_dense()
-    torch.optim.SGD([table], **options).step()
-    torch.testing.assert_close(new["table"], table)
 
 
 def test_root_has_zero_derivatives_at_zero_and_the_roots_elsewhere():

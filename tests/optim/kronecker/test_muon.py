@@ -28,15 +28,6 @@ def test_singular_values_go_through_the_polynomial_and_singular_vectors_stay(sha
     )
 
 
-def test_two_axes_of_tasks():
-    g = draw({"w": (3, 2)}, tasks=(2, 4))
-    rule = with_batch_ndim(muon(0.1, ns_dtype=None), 2)
-    new, _ = rule.update(g, rule.init(g), g)
-    one = muon(0.1, ns_dtype=None)
-    alone = {"w": g["w"][1, 2]}
-    torch.testing.assert_close(new["w"][1, 2], one.update(alone, one.init(alone), alone)[0]["w"])
-
-
 def test_the_norm_of_zero_has_derivatives_of_zero():
     x = torch.stack([torch.zeros(2, 3), torch.ones(2, 3)]).double().requires_grad_()
     level = matrix_norm(x)

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import metagrad as mg
-from metagrad.optim.kronecker.per_axis import block_at, blocks_of, joined_blocks
 from metagrad.optim.kronecker.shampoo import shampoo
-from metagrad.optim.rules import with_batch_ndim
 from tests.optim.cases import draw
 
 
@@ -26,17 +24,6 @@ def steps(rule, params, gradients):
 
 def gradients_of(shape, num=3, tasks=()):
     return [draw({"w": shape}, seed=seed, tasks=tasks)["w"] for seed in range(num)]
-
-
-def test_three_parameters_by_hand():
-    """A 1 x 3 matrix: L is a number, and R a matrix that is known along the gradients e1 and e2."""
-    e = torch.eye(3, dtype=torch.float64)
-    gradients = [2 * e[:1], 3 * e[1:2]]
-    w, _ = steps(shampoo(0.5, momentum=0.0, eps=1.0), {"w": e[2:] * 4}, gradients)
-    first = 2 / (4 + 1) ** 0.25 / (4 + 1) ** 0.25
-    second = 3 / (4 + 9 + 1) ** 0.25 / (9 + 1) ** 0.25
-    expected = torch.tensor([[-0.5 * first, -0.5 * second, 4.0]], dtype=torch.float64)
-    torch.testing.assert_close(w, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.8])
@@ -89,15 +76,6 @@ def test_blocks_are_parameters_of_their_own():
             torch.testing.assert_close(together[rows, columns], alone, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("sizes", [(5,), (5, 3), (2, 7, 4)])
-@pytest.mark.parametrize("block_size", [1, 2, 3, 10])
-def test_blocks_are_put_together_as_they_were(sizes, block_size):
-    value = torch.randn(2, *sizes, generator=torch.Generator().manual_seed(0))
-    blocks = [block_at(value, block) for block in blocks_of(sizes, block_size)]
-    assert all(max(block.shape[1:]) <= block_size for block in blocks)
-    assert torch.equal(joined_blocks(blocks, sizes, block_size), value)
-
-
 def test_roots_are_renewed_at_intervals():
     gradients = gradients_of((3, 2), num=7)
     params = {"w": torch.zeros(3, 2).double()}
@@ -128,15 +106,6 @@ def test_a_grafted_step_has_the_length_of_adams():
         torch.testing.assert_close(moved[0], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_grafting_is_by_task():
-    gradients = gradients_of((3, 2), tasks=(4,))
-    rule = shampoo(0.1, graft=True, block_size=2)
-    together, _ = steps(with_batch_ndim(rule, 1), {"w": torch.zeros(4, 3, 2).double()}, gradients)
-    for i in range(4):
-        alone, _ = steps(rule, {"w": torch.zeros(3, 2).double()}, [g[i] for g in gradients])
-        torch.testing.assert_close(together[i], alone, rtol=1e-10, atol=1e-12)
-
-
 def test_derivatives_are_right_at_equal_eigenvalues():
     """At a multiple of an orthogonal matrix all eigenvalues of L and R are equal, and those of eigh would be NaN."""
     g = (2 * torch.linalg.qr(draw({"w": (3, 3)})["w"])[0]).requires_grad_()
@@ -155,10 +124,3 @@ def test_derivatives_are_right_at_equal_eigenvalues():
 def test_options_that_mean_nothing_are_refused(keywords, message):
     with pytest.raises(ValueError, match=message):
         shampoo(**keywords)
-
-
-def test_eps_has_no_elements():
-    w = draw({"w": (3, 2)})
-    rule = shampoo(eps={"w": torch.ones(3, 2)})
-    with pytest.raises(ValueError, match=r"eps belongs to the matrices.*no elements, got shape \(3, 2\)"):
-        rule.update(w, rule.init(w), w)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import metagrad as mg
-from metagrad.optim.kronecker.soap import iterated, soap
+from metagrad.optim.kronecker.soap import soap
 from metagrad.optim.rules import adamw
 from tests.optim.cases import draw
 
@@ -62,33 +62,6 @@ def test_matrices_equal_the_paper(every):
     torch.testing.assert_close(steps(rule, {"w": start}, gradients)[0], w, rtol=1e-9, atol=1e-10)
 
 
-def test_three_parameters_by_hand():
-    """Gradients along two axes: the basis is that of the axes, in which SOAP is Adam."""
-    gradients = [torch.tensor([[2.0, 0.0, 0.0]]).double(), torch.tensor([[0.0, 3.0, 0.0]]).double()]
-    w, _ = steps(soap(0.5, betas=(0.5, 0.5), weight_decay=0.0), {"w": torch.zeros(1, 3).double()}, gradients)
-    first = 1 + (0.25 * 2 / 0.75) / (0.25 * 4 / 0.75) ** 0.5
-    second = (0.5 * 3 / 0.75) / (0.5 * 9 / 0.75) ** 0.5
-    expected = torch.tensor([[-0.5 * first, -0.5 * second, 0.0]]).double()
-    torch.testing.assert_close(w, expected, rtol=1e-6, atol=1e-7)
-
-
-def test_iterations_converge_to_the_eigenbasis():
-    a = draw({"w": (4, 4)})["w"]
-    matrix = a @ torch.diag(torch.tensor([8.0, 4.0, 2.0, 1.0]).double()) @ a.T
-    basis = torch.eye(4).double()
-    for _ in range(60):
-        basis = iterated(matrix, basis, 1e-6)
-    torch.testing.assert_close(basis.abs(), descending(matrix).abs(), rtol=1e-6, atol=1e-6)
-
-
-def test_the_mean_is_in_the_coordinates_of_the_parameter():
-    """So that a new basis needs no projection of it."""
-    gradients = gradients_of((3, 2))
-    _, state = steps(soap(0.1, betas=(0.5, B2), basis_every=1), {"w": torch.zeros(3, 2).double()}, gradients)
-    expected = sum(0.5 ** (5 - i) * g for i, g in enumerate(gradients))
-    torch.testing.assert_close(state.mean["w"], expected, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize(
     ("shape", "options"), [((), {}), ((4,), {}), ((3, 2), {"max_size": 1}), ((2, 2, 3), {"max_size": 1})]
 )
@@ -140,10 +113,3 @@ def test_derivatives_are_right_where_statistics_have_no_full_rank():
 def test_counts_are_whole_numbers(name):
     with pytest.raises(ValueError, match=rf"soap\(..., {name}\): expected an int of 1 or more, got 0"):
         soap(**{name: 0})
-
-
-def test_eps_has_no_elements_where_there_are_bases():
-    w = draw({"w": (3, 2)})
-    rule = soap(eps={"w": torch.ones(3, 2)})
-    with pytest.raises(ValueError, match=r"eps belongs to the matrices.*no elements, got shape \(3, 2\)"):
-        rule.update(w, rule.init(w), w)

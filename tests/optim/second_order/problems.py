@@ -10,7 +10,6 @@ A = torch.tensor([[3.0, 1.0, 0.5], [1.0, 2.0, -0.3], [0.5, -0.3, 1.5]], dtype=to
 B = torch.tensor([1.0, -2.0, 0.7], dtype=torch.float64)
 C = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
 START = torch.tensor([1.0, -2.0, 0.7], dtype=torch.float64)
-ONE = torch.ones((), dtype=torch.float64)
 I3 = torch.eye(3, dtype=torch.float64)
 
 
@@ -25,25 +24,6 @@ def quartic_gradient(w: Tensor) -> Tensor:
 
 def quartic_hessian(w: Tensor) -> Tensor:
     return A + torch.diag(C * w**2)
-
-
-def quartic_of(params) -> Tensor:
-    return quartic(params["w"])
-
-
-def bfgs(pairs) -> Tensor:
-    """Nocedal, Wright, equation 6.17, from the matrix s^T y / y^T y of the last pair."""
-    s, y = pairs[-1]
-    H = (s @ y) / (y @ y) * I3
-    for s, y in pairs:
-        rho = 1 / (s @ y)
-        V = I3 - rho * torch.outer(y, s)
-        H = V.T @ H @ V + rho * torch.outer(s, s)
-    return H
-
-
-def close(a: Tensor, b: Tensor, rtol: float = 1e-8) -> None:
-    torch.testing.assert_close(a.detach(), b.detach(), rtol=rtol, atol=1e-10)
 
 
 def rosenbrock(w: Tensor) -> Tensor:
@@ -79,12 +59,4 @@ def tanh_classifier():
     """Return a tanh 4-8-3 network in float32, and its cross-entropy on 12 examples, which it can learn by heart."""
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(12, 4)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
-    return model, lambda: F.cross_entropy(model(x), y)
-
-
-def relu_classifier():
-    """Return a ReLU 10-32-32-4 network, and its cross-entropy on 128 examples with labels of a linear model."""
-    layers = [nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)]
-    model, x = nn.Sequential(*layers), torch.randn(128, 10)
-    y = (x @ torch.randn(10, 4)).argmax(1)
     return model, lambda: F.cross_entropy(model(x), y)

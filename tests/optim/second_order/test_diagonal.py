@@ -243,13 +243,3 @@ def test_one_estimate_of_all_groups_has_one_number_of_samples():
     a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
     with pytest.raises(ValueError, match=r"SophiaH\(params\): .*samples must be the same in all, got 1 and"):
         SophiaH([{"params": [a]}, {"params": [b], "samples": 2}])
-
-
-def test_gradients_accumulate_in_place_as_torchs_do():
-    w = torch.tensor([1.0, 2.0], requires_grad=True)
-    opt = AdaHessian([w])
-    opt.backward(w.square().sum())
-    grad = w.grad
-    opt.backward(w.pow(3).sum())
-    assert w.grad is grad
-    torch.testing.assert_close(grad, torch.tensor([5.0, 16.0]))

@@ -89,17 +89,6 @@ def test_blocks_of_a_deep_linear_network_are_exact(depth):
     torch.testing.assert_close(got, dense_block(model, model[depth], x), rtol=1e-10, atol=1e-12)
 
 
-def test_a_convolution_over_one_position_is_a_linear_layer():
-    conv, x, g = made(lambda: nn.Conv2d(2, 3, (4, 5))), drawn(6, 2, 4, 5), drawn(6, 3, 1, 1, seed=2)
-    linear = nn.Linear(40, 3, dtype=F64)
-    a = factors_of(Sums.of(input_rows(conv, x, has_bias=True), output_rows(conv, g)), 6)
-    b = factors_of(
-        Sums.of(input_rows(linear, x.flatten(1), has_bias=True), output_rows(linear, g.flatten(1))), 6
-    )
-    for one, other in zip(a, b, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
 def test_a_convolution_is_the_linear_layer_on_its_patches():
     """Theorem 1: patches are summed over positions, gradients averaged."""
     conv, x, g = made(lambda: nn.Conv2d(2, 3, 3, padding=1)), drawn(4, 2, 5, 5), drawn(4, 3, 5, 5, seed=2)

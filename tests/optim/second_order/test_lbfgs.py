@@ -116,19 +116,6 @@ def test_without_a_line_search_a_step_iterates_as_torchs_does():
     torch.testing.assert_close(*results, rtol=1e-7, atol=1e-10)
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_parameters_that_depend_on_each_other_in_groups_of_their_own(groups):
-    """A step of each group as if the others stood still would diverge."""
-    params = [torch.tensor(start, dtype=F64, requires_grad=True) for start in (1.0, -2.0, 3.0)]
-    opt = LBFGS(params if groups == 1 else [{"params": p} for p in params], max_iter=1, tolerance_change=0.0)
-
-    def loss_of():
-        return torch.stack(params).sum().square() + 0.01 * sum(p.square() for p in params)
-
-    losses = run(opt, loss_of, 10)
-    assert float(loss_of().detach()) <= 1e-8 * losses[0]
-
-
 def test_directions_of_a_window_that_slides_over_its_buffers():
     """Those of BFGS in dense matrices by the last pairs, none of which is written after it was given out."""
     torch.manual_seed(0)
@@ -150,16 +137,6 @@ def test_directions_of_a_window_that_slides_over_its_buffers():
         given.append((history.moves, history.moves.clone()))
     assert len(history.moves) == most
     assert all(torch.equal(*pair) for pair in given)
-
-
-def test_directions_of_a_long_history_are_the_same_to_the_last_bit_in_other_buffers():
-    torch.manual_seed(0)
-    history = History.empty(torch.zeros(100, dtype=F64))
-    for _ in range(60):
-        s = torch.randn(100, dtype=F64)
-        history.add(s, s * torch.linspace(1, 9, 100, dtype=F64), most=47)
-        again = History(history.moves, history.changes, history.products)
-        assert torch.equal(history.direction(s), again.direction(s))
 
 
 def test_gradients_that_a_closure_changes_are_changed_at_every_call():
@@ -223,16 +200,6 @@ def test_memory_for_pairs_is_taken_as_they_come():
     for pairs in (kept["moves"], kept["changes"]):
         assert pairs.shape == (1, 1000)
         assert pairs.untyped_storage().nbytes() <= 10 * w.nbytes
-
-
-def test_a_transformer_with_fused_attention_is_taken():
-    """Second derivatives, which the fused kernel lacks, are not asked for."""
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    x = torch.randn(4, 5, 8)
-    opt = LBFGS(model.parameters(), max_iter=3)
-    losses = run(opt, lambda: model(x).pow(2)[..., :3].mean(), 2)
-    assert losses[1] < losses[0]
 
 
 def test_a_loss_that_is_not_finite_bounds_the_line_search():

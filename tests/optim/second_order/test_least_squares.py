@@ -99,11 +99,6 @@ def test_a_gradient_that_is_wrong_is_no_descent():
     assert found.value.tolist() == [0.0, 0.0]
 
 
-def test_another_damping():
-    found = least_squares(rosenbrock, torch.tensor([-1.2, 1.0], dtype=F64), damping=10.0)
-    torch.testing.assert_close(found.value, torch.ones(2, dtype=F64), rtol=1e-6, atol=0)
-
-
 def test_float32_ends_at_its_precision():
     found = least_squares(lambda w: fit_residuals(w.double()).float(), torch.tensor([1.0, -0.5, 0.2]))
     assert found.result.is_success

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import itertools
-import math
 
 import pytest
 import torch
@@ -14,11 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.optim import LBFGS, GaussNewton, NewtonCG
-from tests.marks import combined, slow
+from tests.marks import combined
 from tests.optim.second_order.problems import (
     classic_start,
     fit_residuals,
-    relu_classifier,
     rosenbrock,
     tanh_classifier,
 )
@@ -70,20 +67,6 @@ def test_a_network_learns(make):
     losses = run(make(model.parameters()), loss_of, 15)
     assert losses[-1] < 0.1 * losses[0]
     assert all(b <= a * (1 + 1e-5) for a, b in itertools.pairwise(losses))
-
-
-@pytest.mark.slow
-@every
-@pytest.mark.parametrize("net", [tanh_classifier, relu_classifier])
-def test_networks_are_learned_from_any_seed(make, net):
-    ratios = []
-    for seed in range(5):
-        torch.manual_seed(seed)
-        model, loss_of = net()
-        losses = run(make(model.parameters()), loss_of, 25)
-        ratios.append(float(loss_of().detach()) / losses[0])
-    assert max(ratios) <= 1
-    assert sum(ratio < 0.1 for ratio in ratios) >= 4
 
 
 @pytest.mark.parametrize("make", [GaussNewton])
@@ -176,16 +159,6 @@ def test_running_statistics_move_once_a_step(make, has_part):
     assert len(calls) > 3
 
 
-@pytest.mark.slow
-def test_running_statistics_of_a_compiled_model_move_once_a_step():
-    torch.manual_seed(0)
-    model, (x, y) = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), batch()
-    compiled = torch.compile(model, backend="eager")
-    opt = LBFGS(model.parameters())
-    run(opt, lambda: F.cross_entropy(compiled(x), y), 2)
-    assert int(model[0].num_batches_tracked) == 2
-
-
 def test_buffers_given_by_functional_call_move_once_a_step():
     torch.manual_seed(0)
     model, x = Averaging(), torch.randn(12, 4, dtype=F64)
@@ -195,28 +168,6 @@ def test_buffers_given_by_functional_call_move_once_a_step():
     run(opt, lambda: F.cross_entropy(torch.func.functional_call(model, buffers, (x,)), y), 2)
     assert int(buffers["norm.num_batches_tracked"]) == 2
     assert int(model.norm.num_batches_tracked) == 0
-
-
-@every
-def test_losses_of_several_backward_passes_add_up(make):
-    results = []
-    for parts in ((1.0,), (0.25, 0.75)):
-        model = network(F64)
-        opt = make(model.parameters(), **({"damping": 0.5} if make is GaussNewton else {}))
-        loss_of = classification(model, F64)
-
-        def closure(opt=opt, loss_of=loss_of, parts=parts):
-            opt.zero_grad()
-            losses = [part * loss_of() for part in parts]
-            for loss in losses:
-                loss.backward()
-            return sum(losses)
-
-        for _ in range(2):
-            opt.step(closure)
-        results.append(snapshot(model))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
 # Groups
@@ -305,22 +256,6 @@ def test_groups_of_other_step_sizes_may_have_parameters_that_do_not_move(make):
     assert unused.item() == 2
 
 
-def test_groups_may_have_parameters_of_one_name():
-    """As those of two modules have, each with a weight."""
-    results = []
-    for is_named in (True, False):
-        torch.manual_seed(0)
-        models = [nn.Linear(2, 1, dtype=F64) for _ in range(2)]
-        groups = [
-            {"params": list(m.named_parameters() if is_named else m.parameters()), "lr": lr}
-            for m, lr in zip(models, (0.5, 1.0), strict=True)
-        ]
-        opt, x = NewtonCG(groups), torch.ones(3, 2, dtype=F64)
-        run(opt, lambda x=x, models=models: (models[0](x) * models[1](x) - 1).pow(2).mean(), 3)
-        results.append([p.detach() for m in models for p in m.parameters()])
-    assert_equal(*results)
-
-
 def test_step_sizes_that_turn_the_step_uphill_give_way_to_the_least():
     w = torch.tensor([0.1, 0.9], dtype=F64)
     H = torch.tensor([[1.0, 3.0], [3.0, 10.0]], dtype=F64)
@@ -373,57 +308,6 @@ def test_what_there_is_one_of_must_agree_between_groups(make, options, match):
     opt.param_groups[1].update(options)
     with pytest.raises(ValueError, match=match):
         run(opt, lambda: F.mse_loss(a, b), 1)
-
-
-@every
-@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
-def test_resumes_bit_for_bit(make, dtype):
-    model = network(dtype)
-    opt = make(model.parameters())
-    run(opt, classification(model, dtype), 3)
-    file = io.BytesIO()
-    torch.save((model.state_dict(), opt.state_dict()), file)
-    file.seek(0)
-    other = network(dtype)
-    resumed = make(other.parameters(), lr=0.7)
-    for part, state in zip((other, resumed), torch.load(file, weights_only=True), strict=True):
-        part.load_state_dict(state)
-    twin, copied = copy.deepcopy((model, opt))
-    for m, o in ((model, opt), (other, resumed), (twin, copied)):
-        run(o, classification(m, dtype), 3)
-    assert_equal(snapshot(model), snapshot(other))
-    assert_equal(snapshot(model), snapshot(twin))
-
-
-@every
-def test_a_grad_scaler_changes_nothing(make):
-    results = []
-    for scaled in (False, True):
-        model = network(F64)
-        opt = make(model.parameters(), **FIXED[make])
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-        for _ in range(3):
-            opt.zero_grad()
-            with opt.recording():
-                scaler.scale(classification(model, F64)()).backward()
-            scaler.step(opt)
-            scaler.update()
-        results.append(snapshot(model))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
-
-
-@every
-def test_an_overflow_skips_the_step(make):
-    model = network(F64)
-    opt = make(model.parameters(), **FIXED[make])
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    before = snapshot(model)
-    with opt.recording():
-        scaler.scale(classification(model, F64)()).backward()
-    next(model.parameters()).grad[0, 0] = math.inf
-    scaler.step(opt)
-    assert_equal(before, snapshot(model))
 
 
 def test_damping_of_a_scheduler_scales_what_was_adapted():
@@ -510,37 +394,6 @@ def test_a_parameter_that_joins_begins_the_group_anew():
     assert b.item() == pytest.approx(1, abs=1e-6)
 
 
-def test_a_step_without_curvature_is_refused():
-    model = nn.Linear(2, 1)
-    opt = NewtonCG(model.parameters())
-    model(torch.ones(3, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"NewtonCG.step: there are gradients, but no curvature"):
-        opt.step()
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (NewtonCG, r"NewtonCG.step: adapt=True .* set adapt=False"),
-        (LBFGS, r"LBFGS.step: line_search_fn='strong_wolfe' .* set line_search_fn=None"),
-    ],
-)
-def test_a_step_that_cannot_look_again_is_refused(make, match):
-    model = nn.Linear(2, 1)
-    opt = make(model.parameters())
-    opt.backward(model(torch.ones(3, 2)).pow(2).sum())
-    with pytest.raises(RuntimeError, match=match):
-        opt.step()
-
-
-def test_a_loss_of_unknown_form_is_refused():
-    model = nn.Linear(2, 1)
-    opt = GaussNewton(model.parameters())
-    closure = closure_of(opt, lambda: model(torch.ones(3, 2)).pow(2).sum())
-    with pytest.raises(ValueError, match="GaussNewton: the loss contains none whose curvature"):
-        opt.step(closure)
-
-
 # Likelihoods written by hand
 
 
@@ -606,55 +459,8 @@ def test_a_loss_written_by_hand_has_no_distribution(make, options, match):
         run(opt, lambda: opt.output_loss(lambda z: z.exp().sum(), w), 1)
 
 
-def test_newton_takes_a_loss_written_by_hand_as_any():
-    w = torch.ones(2, dtype=F64, requires_grad=True)
-    opt = NewtonCG([w])
-    run(opt, lambda: opt.output_loss(lambda z: (z - 3).pow(2).sum(), w), 1)
-    torch.testing.assert_close(w.detach(), torch.full((2,), 3.0, dtype=F64))
-
-
-def test_a_sparse_gradient_is_refused_by_name():
-    table = nn.Embedding(5, 2, sparse=True)
-    opt = NewtonCG(table.named_parameters())
-    closure = closure_of(opt, lambda: table(torch.tensor([1, 2])).pow(2).sum())
-    with pytest.raises(TypeError, match=r"NewtonCG.step: the gradient of .*weight.* is sparse"):
-        opt.step(closure)
-
-
 def test_groups_of_half_precision_and_float32_step_together():
     params = [torch.ones(2, dtype=dtype, requires_grad=True) for dtype in (torch.bfloat16, torch.float32)]
     opt = NewtonCG([{"params": [p]} for p in params])
     run(opt, lambda: sum(((p - 2) ** 2).sum().float() for p in params), 2)
     assert all(torch.allclose(p.float(), torch.tensor(2.0), atol=1e-2) for p in params)
-
-
-def test_grad_scaler_takes_no_closure():
-    model = network(F64)
-    opt, scaler = NewtonCG(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
-    opt.backward(scaler.scale(classification(model, F64)()))
-    opt.found_inf = torch.zeros(())
-    with pytest.raises(RuntimeError, match=r"NewtonCG.step\(closure\): GradScaler takes no closure"):
-        opt.step(closure_of(opt, classification(model, F64)))
-
-
-def test_a_scale_that_is_not_told_is_refused():
-    model = network(F64)
-    opt, scaler = NewtonCG(model.parameters(), adapt=False), torch.amp.GradScaler("cpu", init_scale=8.0)
-    opt.backward(scaler.scale(classification(model, F64)()))
-    scaler.unscale_(opt)
-    with pytest.raises(RuntimeError, match=r"backward\(loss, scaler=scaler\)"):
-        scaler.step(opt)
-
-
-def test_scaler_told_before_unscaling_changes_nothing():
-    results = []
-    for scaled in (False, True):
-        model = network(F64)
-        opt = NewtonCG(model.parameters(), **FIXED[NewtonCG])
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-        opt.backward(classification(model, F64)(), scaler=scaler)
-        scaler.unscale_(opt)
-        scaler.step(opt)
-        results.append(snapshot(model))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.optim import AdaHessian, GaussNewton, Lion, SophiaH, SparseAdam
+from metagrad.optim import AdaHessian, GaussNewton, SparseAdam
 from tests.optim.torch_optim.cases import (
     assert_equal,
     assert_near,
@@ -432,29 +432,6 @@ def test_a_defect_of_the_graph_is_refused(case):
         opt.backward(table(torch.tensor([0, 0, 2])).pow(2).sum())
 
 
-def test_between_two_estimates_backward_is_torchs_own():
-    model = network()
-    opt = SophiaH(model.parameters(), lr=0.01, curvature_every=3)
-    modes = []
-
-    def closure():
-        opt.zero_grad()
-        modes.append(torch._C._len_torch_function_stack() > 0)
-        loss = classification(model)()
-        loss.backward()
-        return loss
-
-    for _ in range(6):
-        opt.step(closure)
-    assert modes == [True, False, False, True, False, False]
-    opt.zero_grad()
-    opt.backward(classification(model)())
-    assert opt._estimates is not None
-    opt.step()
-    opt.backward(classification(model)())
-    assert opt._estimates is None
-
-
 # Of memory ----------------------------------------------------------------------------------------------------
 
 
@@ -672,14 +649,6 @@ def test_grad_scaler_takes_no_closure(case):
     scale.scale(torch.ones(()))
     with pytest.raises(RuntimeError, match=rf"{case.name}.step\(closure\): GradScaler takes no closure"):
         scale.step(opt, closure_of(opt, classification(model)))
-
-
-def test_the_rules_arithmetic_is_the_steps():
-    w = torch.tensor([[1.0, -2.0]], requires_grad=True)
-    opt = Lion([w], lr=0.5, weight_decay=0.25)
-    w.grad = torch.tensor([[3.0, -0.1]])
-    opt.step()
-    assert w.tolist() == [[0.375, -1.25]]
 
 
 def test_sparse_adam_is_adam():

@@ -240,16 +240,6 @@ def test_a_factorisation_of_finite_numbers_that_fails_changes_nothing_and_is_cou
     assert opt.param_groups[0]["step"] == 2
 
 
-def test_skipped_steps_are_counted():
-    model = network()
-    opt = Shampoo(model.parameters(), nonfinite="skip")
-    for value in (math.nan, math.inf):
-        bad_gradient(None, model, opt, value)
-    run(opt, classification(model), 1)
-    assert opt.stats == {"skipped": 2}
-    assert opt.param_groups[0]["step"] == 1
-
-
 @every
 def test_what_to_do_is_one_of_two_and_the_same_in_all_groups(case):
     model = network()

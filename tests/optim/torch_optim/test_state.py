@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from metagrad.optim import KFAC, AdaHessian, NewtonCG, Shampoo, SophiaH, SparseAdam
+from metagrad.optim import KFAC, NewtonCG, Shampoo, SparseAdam
 from metagrad.optim.second_order.curvature_optimizer import mixed
 from tests.marks import slow
 from tests.optim.torch_optim.cases import (
@@ -110,17 +110,6 @@ def test_copies_with_its_model(case, again):
     assert_equal(snapshot(model), snapshot(twin))
 
 
-@every
-def test_hyperparameters_live_in_groups_alone(case):
-    opt = optimizer(case, network())
-    own = set(vars(opt)) - set(vars(torch.optim.SGD(network().parameters())))
-    assert all(name.startswith("_") and name.strip("_") not in opt.defaults for name in own)
-    for name, value in opt.defaults.items():
-        assert opt.param_groups[0][name] == value
-    assert repr(opt).startswith(f"{case.name} (\nParameter Group 0\n")
-    assert "lr: " in repr(opt)
-
-
 @having("seed")
 def test_random_numbers_follow_the_seed(case):
     def after(seed):
@@ -177,15 +166,6 @@ def test_rows_resume_bit_for_bit():
     assert torch.equal(table.weight, other.weight)
 
 
-def test_steps_are_counted_where_states_are_saved():
-    model = network()
-    opt = SophiaH(model.parameters(), curvature_every=4)
-    run(opt, classification(model), 3)
-    assert opt.state_dict()["param_groups"][0]["step"] == 3
-    opt.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
-    assert opt.param_groups[1]["step"] == 3
-
-
 @pytest.mark.parametrize(
     ("make", "option", "before", "after"),
     [
@@ -215,9 +195,3 @@ def test_what_parameters_share_is_kept_where_the_first_has_no_gradient():
     model.first.weight.requires_grad_(False)
     run(opt, classification(model), 1)
     assert opt.stats["damping"] < damping
-
-
-def test_a_state_of_another_shape_of_groups_is_refused():
-    opt = AdaHessian([torch.zeros(2, requires_grad=True)])
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        opt.load_state_dict({"state": {}, "param_groups": []})

@@ -10,7 +10,6 @@ from metagrad.optim.rules import (
     chain,
     clip_by_norm,
     mask,
-    muon,
     schedule,
     sgd,
     with_batch_ndim,
@@ -48,15 +47,6 @@ def test_clip_by_norm_is_that_of_all_parameters(size):
     assert_same(moves(chain(clip_by_norm(1.5), sgd(1.0)), grads), {k: factor * g for k, g in grads.items()})
 
 
-def test_clip_by_norm_has_a_norm_for_each_stacked_task():
-    grads = draw(SHAPES, tasks=(3,))
-    grads = {k: g * torch.tensor([0.0, 0.2, 9.0]).view(3, *[1] * (g.ndim - 1)) for k, g in grads.items()}
-    rule = chain(clip_by_norm(1.5), sgd(1.0))
-    together = moves(with_batch_ndim(rule, 1), grads)
-    alone = [moves(rule, {k: g[i] for k, g in grads.items()}) for i in range(3)]
-    assert_same(together, {k: torch.stack([task[k] for task in alone]) for k in grads})
-
-
 def test_clip_by_norm_of_float16_does_not_overflow():
     grads = {"w": torch.full((4,), 300.0, dtype=torch.float16)}
     torch.testing.assert_close(
@@ -87,11 +77,6 @@ def test_clip_by_norm_of_stacked_rows_is_refused():
     clip = with_batch_ndim(clip_by_norm(1.0), 1)
     with pytest.raises(TypeError, match=r"clip_by_norm\(...\).update: the gradient of 'w' is RowSparse"):
         clip.transform(gradient, clip.init(gradient), gradient)
-
-
-def test_a_chain_of_one_is_the_rule():
-    params = draw(SHAPES)
-    assert_same(steps(chain(adam(0.1)), params), steps(adam(0.1), params))
 
 
 @pytest.mark.parametrize(
@@ -178,18 +163,3 @@ def test_schedules_that_mean_nothing_are_refused():
     rule = schedule(sgd(0.1), lr=lambda t: 0.1 - t)
     with pytest.raises(ValueError, match=r"sgd\(...\): lr must be at least 0, got -0.9"):
         steps(rule, draw(SHAPES))
-
-
-def test_batch_ndim_reaches_every_rule_that_knows_it():
-    inner = chain(clip_by_norm(1.0), schedule(muon(), lr=Decay(0.1)))
-    rule = with_batch_ndim(mask(inner, "w", other=sgd(0.1)), 1)
-    chained = rule.rule
-    assert chained.transforms[0].batch_ndim == 1
-    assert chained.rule.rule.batch_ndim == 1
-    assert inner.rule.rule.batch_ndim == 0
-    assert with_batch_ndim(rule, 1) is rule
-
-
-@pytest.mark.parametrize("rule", [sgd(0.1), mask(adam(), "w"), object()])
-def test_a_rule_of_elements_is_the_same_for_stacked_tasks(rule):
-    assert with_batch_ndim(rule, 1) is rule
