@@ -248,15 +248,3 @@ def test_a_gradient_that_is_refused_is_refused_in_all_processes():
         return param.grad.tolist()
 
     assert in_threads(2, process) == [[1.0, 1.0]] * 2
-
-
-def test_optimizers_that_use_the_curvature_of_one_process_refuse_averaged_gradients():
-    def process(group):
-        model, x = regression(), torch.ones(3, 2).double()
-        opt = mg.optim.AdaHessian(model.parameters(), lr=0.1)
-        opt.backward(model(x).square().mean())
-        average_gradients(model, group=group)
-        with pytest.raises(ValueError, match="the gradients are means over several processes"):
-            opt.step()
-
-    in_threads(2, process)

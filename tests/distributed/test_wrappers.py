@@ -116,9 +116,6 @@ torch.set_default_dtype(torch.float64)
 dist.init_process_group("gloo")
 make = {
     "MAML": lambda model: mg.MAML(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.01), steps=2),
-    "recomputed": lambda model: mg.MAML(
-        model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.01), steps=2, memory="step"
-    ),
     "MetaSGD": lambda model: mg.MetaSGD(model, F.mse_loss, lr=0.01, steps=2),
 }
 mesh = init_device_mesh("cpu", (2,))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -110,17 +109,6 @@ def test_nothing_changes_after_closing():
     del kept
     f64(10 * N)
     assert (mem.records(), mem.peak, mem.table(), mem.verdict()) == before
-
-
-def test_as_dict_is_json():
-    with MemoryTracker(device="cpu") as mem, mem.outer(3), mem.phase("query"):
-        pass
-    row = mem.records()[1].as_dict()
-    assert json.loads(json.dumps(row)) == row
-    assert row.pop("seconds") >= 0
-    path = {"path": [["outer", 3], ["query", None]], "name": "query", "index": None, "depth": 1, "outer": 3}
-    sizes = {"before": 0, "after": 0, "peak": 0, "peak_delta": 0, "graph": 0, "at_peak": 0}
-    assert row == {**path, **sizes, "device": "cpu"}
 
 
 def allocate_and_raise(mem):

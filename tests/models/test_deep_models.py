@@ -67,32 +67,6 @@ def test_a_residual_block_is_the_formula():
     torch.testing.assert_close(block(x), h)
 
 
-def anil_loop(model, batch, lr, steps):
-    """Adapt the head by a loop over tasks and steps, each through the whole network."""
-    losses = []
-    for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
-        head = {name: p for name, p in model.named_parameters() if name.startswith("head.")}
-        for _ in range(steps):
-            loss = F.cross_entropy(torch.func.functional_call(model, head, (x,)), y)
-            grads = torch.autograd.grad(loss, list(head.values()), create_graph=True)
-            head = {name: p - lr * g for (name, p), g in zip(head.items(), grads, strict=True)}
-        losses.append(F.cross_entropy(torch.func.functional_call(model, head, (query_x,)), query_y))
-    return torch.stack(losses).mean()
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_anil_on_the_residual_network_is_a_loop_over_its_head(task_chunk):
-    labels = torch.arange(3).repeat(2, 1)
-    support, query = inputs("resnet", 2, 2, 3)
-    batch, model = Batch(Examples(support, labels), Examples(query, labels)), made("resnet, batch")
-    expected = torch.autograd.grad(anil_loop(model, batch, 0.1, 3), list(model.parameters()))
-    anil = mg.ANIL(
-        model, F.cross_entropy, head="head", inner=mg.optim.rules.sgd(lr=0.1), steps=3, task_chunk=task_chunk
-    )
-    found = torch.autograd.grad(anil(batch).loss, list(model.parameters()))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-
-
 def test_attention_is_that_of_torch():
     torch.manual_seed(0)
     ours, theirs = _Attention(6, 2).double(), nn.MultiheadAttention(6, 2, batch_first=True).double()

@@ -86,14 +86,6 @@ def test_every_derivative_is_that_of_the_dense_operation(case, pattern, seed):
     check_against_dense(case, arguments(case, pattern, seed=seed))
 
 
-@kinds
-def test_float32_agrees_and_stays_float32(case):
-    args = arguments(case, SMALL, dtype=torch.float32)
-    result = dense(case.sparse(*args))
-    assert result.dtype == torch.float32
-    torch.testing.assert_close(result, oracle(case, args)(tensors(args)))
-
-
 @every_case
 def test_func_transforms_agree_with_the_tape(case):
     args = arguments(case, SMALL)

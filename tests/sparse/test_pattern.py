@@ -69,16 +69,6 @@ def test_unions_and_intersections_are_those_of_the_masks(first, second):
         assert torch.equal(x.col[entry], both.pattern.col)
 
 
-def test_a_merge_with_itself_or_a_part_of_it_is_itself():
-    part = pattern_of((0, 3))
-    for kind in (Pattern.union, Pattern.intersection):
-        assert kind(A, A).pattern is A
-        assert kind(A, A).left.tolist() == kind(A, A).right.tolist() == [0, 1, 2]
-    assert A.union(part).pattern is part.union(A).pattern is A
-    assert A.intersection(part).pattern is part.intersection(A).pattern is part
-    assert A.union(pattern_of()).pattern is A
-
-
 def test_a_product_pairs_the_entries_that_meet():
     plan = A.product(pattern_of((0, 0), (1, 0), (1, 1), (3, 0), shape=(4, 2)))
     assert plan.pattern.to_mask().tolist() == [[True, True], [False, False], [True, False]]

@@ -61,14 +61,6 @@ def test_a_policy_is_in_force_inside_its_block():
     assert current_policy() == DEFAULT
 
 
-def test_only_policies_are_used():
-    with (
-        pytest.raises(TypeError, match=r"use_policy\(policy\): expected SparsePolicy, got float"),
-        use_policy(0.5),
-    ):  # type: ignore[arg-type]
-        pass
-
-
 def test_a_policy_reaches_the_backward_passes_of_other_threads():
     """torch moves a backward pass that is 60 deep inside others to another thread, as it does for every device."""
     seen = []
@@ -91,14 +83,6 @@ def test_a_policy_reaches_the_backward_passes_of_other_threads():
         Deep.apply(torch.ones(1, requires_grad=True), 80).sum().backward()
     assert len({thread for thread, _ in seen}) > 1
     assert {policy for _, policy in seen} == {SPARSE}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_calibration_returns_a_density(dtype, monkeypatch):
-    monkeypatch.setattr("metagrad.sparse.kernels.calibrate.SIZES", (32, 48, 64))
-    policy = calibrate("cpu", dtype)
-    assert 0 < policy.threshold <= 1 or policy.threshold == math.inf
-    assert policy == SparsePolicy(threshold=policy.threshold)
 
 
 @pytest.mark.parametrize(("meet", "found"), [(0.25, 0.25), (2.0, math.inf), (0.0, 1 / 512)])

@@ -93,18 +93,6 @@ def test_the_table_says_everything():
         a + random(seed=1)
         a.to_dense()
     lines = str(s).splitlines()
-    assert [line[:14].strip() for line in lines[:8]] == [
-        "product",
-        "segment sum",
-        "conversion",
-        "conversions",
-        "dense products",
-        "memory",
-        "merges",
-        "densified",
-    ]
-    assert lines[0].split()[1:3] == ["2", "calls"]
-    assert "estimated" in lines[4]
-    assert lines[6].split()[1:] == ["1", "done,", "0", "avoided"]
-    assert lines[8].split()[:4] == ["1", "x", "0.01", "MiB"]
+    for line, words in ((0, "2 calls"), (4, "estimated"), (6, "1 done, 0 avoided"), (8, "1 x 0.01 MiB")):
+        assert words in " ".join(lines[line].split())
     assert lines[8].rpartition(":")[0].endswith(__file__)

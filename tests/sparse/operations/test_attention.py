@@ -98,19 +98,6 @@ class TestDropout:
         stacked = torch.vmap(fn, randomness="same")(*(torch.stack([x, x]) for x in inputs))
         torch.testing.assert_close(stacked, torch.stack([got[0], got[0]]))
 
-    def test_a_recomputation_drops_the_same_weights(self):
-        x, pattern = draw(20, 4).requires_grad_(), Pattern.banded(20, 2, 2)
-
-        def step(x, t):
-            y = attention(x, x, x, pattern, dropout_p=0.5)
-            return x - 0.1 * mg.grad((y**3).sum(), x, create_graph=True), None
-
-        found = []
-        for memory in ("full", "step"):
-            torch.manual_seed(0)
-            found.append(mg.grad(mg.unroll(step, x, steps=2, memory=memory)[0].square().sum(), x))
-        torch.testing.assert_close(*found)
-
 
 def test_a_query_without_keys_gets_zeros_and_gives_none_a_gradient():
     pattern = Pattern(torch.tensor([0, 2]), torch.tensor([1, 1]), (3, 2))
@@ -166,16 +153,17 @@ class TestTransforms:
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("shape", [(20, 4), (3, 20, 4)])
-def test_recomputed_in_an_unroll_on_a_pattern_whose_maps_are_not_known_yet(shape):
-    x = draw(*shape).requires_grad_()
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_recomputed_in_an_unroll_on_a_pattern_whose_maps_are_not_known_yet(dropout_p):
+    x = draw(3, 20, 4).requires_grad_()
 
     def derivative(memory):
+        torch.manual_seed(0)
         pattern = Pattern.banded(20, 2, 2)
 
         def step(x, t):
-            gradient = mg.grad((attention(x, x, x, pattern) ** 3).sum(), x, create_graph=True)
-            return x - 0.1 * gradient, None
+            y = attention(x, x, x, pattern, dropout_p=dropout_p)
+            return x - 0.1 * mg.grad((y**3).sum(), x, create_graph=True), None
 
         return mg.grad(mg.unroll(step, x, steps=3, memory=memory)[0].square().sum(), x)
 

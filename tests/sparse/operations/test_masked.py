@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import math
 
-import hypothesis.extra.numpy as arrays
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -91,28 +88,6 @@ def test_derivatives_are_those_of_the_valid_entries_alone(masked, oracle, mask):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     for g in got[1:]:
         assert (g[~mask.expand(x.shape)] == 0).all()
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    mask=arrays.arrays(bool, arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4)),
-    data=st.data(),
-)
-def test_any_shape_and_mask(mask, data):
-    mask = torch.from_numpy(mask)
-    dim = data.draw(st.integers(-mask.ndim, mask.ndim - 1))
-    x = values(*mask.shape)
-    moved = x.movedim(dim, -1)
-    shape = (math.prod(moved.shape[:-1]), moved.shape[-1])
-    flat, keep = moved.reshape(shape), mask.movedim(dim, -1).reshape(shape)
-    for masked, reduce in ((masked_sum, torch.sum), (masked_mean, mean)):
-        expected = [reduce(row[valid]) for row, valid in zip(flat, keep, strict=True)]
-        got = masked(spoiled(x, mask), mask, dim)
-        assert got.shape == moved.shape[:-1]
-        torch.testing.assert_close(got.flatten().tolist(), [e.item() for e in expected])
-    weights = masked_softmax(spoiled(x, mask), mask, dim)
-    torch.testing.assert_close(weights.sum(dim), mask.any(dim).to(x.dtype))
-    assert (weights[~mask] == 0).all()
 
 
 @case

@@ -9,6 +9,7 @@ import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor
 from metagrad.sparse.operations.reduce import softmax
 from metagrad.sparse.operations.segments import segment_softmax, segment_sum
+from tests.sparse.towers import tower
 
 PATTERN = Pattern(torch.tensor([0, 0, 2]), torch.tensor([1, 3, 1]), (3, 4))
 
@@ -106,15 +107,6 @@ def test_large_scores_do_not_overflow():
     assert torch.autograd.grad(g.square().sum(), a.values)[0].isfinite().all()
 
 
-def tower(function, x, order=3):
-    loss, found = (function(x) + function(x) ** 2).sum(), []
-    for _ in range(order):
-        (g,) = torch.autograd.grad(loss, x, create_graph=True)
-        found.append(g)
-        loss = loss + (g + g**3).sum()
-    return found
-
-
 def test_minus_infinity_is_an_entry_that_is_not_there():
     x = torch.tensor([1.0, -INF, 2.0, 0.3], dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([0, 0, 0, 0])
@@ -122,7 +114,7 @@ def test_minus_infinity_is_an_entry_that_is_not_there():
     short = x.detach()[kept].requires_grad_()
     function = lambda x: segment_softmax(x, ids[: len(x)], 1)  # noqa: E731
     assert function(x)[1] == 0
-    for got, expected in zip(tower(function, x), tower(function, short), strict=True):
+    for got, expected in zip(tower(function, [x]), tower(function, [short]), strict=True):
         assert got[1] == 0
         torch.testing.assert_close(got[kept], expected)
 
@@ -132,7 +124,7 @@ def test_a_segment_of_minus_infinity_has_weights_and_derivatives_of_zero():
     ids = torch.tensor([0, 1, 0, 1])
     weights = segment_softmax(x, ids, 3)
     assert segment_sum(weights, ids, 3).tolist() == [0, 1, 0]
-    for derivative in tower(lambda x: segment_softmax(x, ids, 3), x):
+    for derivative in tower(lambda x: segment_softmax(x, ids, 3), [x]):
         assert derivative.isfinite().all()
         assert derivative[[0, 2]].tolist() == [0, 0]
 

@@ -98,8 +98,6 @@ OFFSETS = torch.tensor([0, 3, 3, 6])
 CASES = {
     "two tables": (Pair, ["user.weight", "nested.item.weight"], (IDS,)),
     "padding": (lambda: Pair(padding_idx=3), ["user.weight"], (IDS,)),
-    "negative padding": (lambda: Pair(padding_idx=-1), ["user.weight"], (IDS,)),
-    "int32": (Pair, ["user.weight"], (IDS.int(),)),
     "metagrad's lookups": (OurOwn, ["table"], (IDS,)),
     "bag sum": (lambda: Bags(mode="sum", padding_idx=3), ["bag.weight"], (IDS,)),
     "bag max": (lambda: Bags(mode="max", padding_idx=3), ["bag.weight"], (IDS,)),

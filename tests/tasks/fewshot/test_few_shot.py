@@ -163,14 +163,6 @@ def test_small_classes_are_left_out_when_told_to():
     assert (tasks.sample(20).support.x[..., 1] > 0).all()
 
 
-def test_the_protocol_is_spelled_out():
-    tasks = FewShot(Lazy(), 2, 1, 2, split="train", in_memory=True)
-    assert tasks.protocol_description == (
-        "FewShot 2-way 1-shot, 2 queries per class, train split: 3 classes of 27 items in memory"
-    )
-    assert "FewShot 2 to 4-way 1-shot" in FewShot(Lazy(), (2, 4), 1, 2).protocol_description
-
-
 class Unlabelled(Dataset):
     def __len__(self):
         return 3
