@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -116,7 +117,7 @@ def with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
     """Walk nodes, and the graphs of those that are recomputed, which run again for that."""
     for node in nodes:
         yield node
-        function = node._forward_cls if isinstance(node, BackwardCFunction) else None  # type: ignore[attr-defined]
+        function: Any = node._forward_cls if isinstance(node, BackwardCFunction) else None  # type: ignore[attr-defined]
         if (inside := getattr(function, "nodes_inside", None)) is not None:
             yield from with_recomputed(inside(node))
 
