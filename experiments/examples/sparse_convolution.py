@@ -21,8 +21,7 @@ from torch import Tensor
 
 import metagrad as mg
 from experiments.examples.common import compare, find_file
-from metagrad.sparse.operations.conv import conv
-from metagrad.sparse.operations.rulebook import Rulebook
+from metagrad.sparse.operations.conv import Rulebook, conv
 from metagrad.sparse.operations.segments import segment_mean
 
 Params = dict[str, Tensor]

@@ -11,7 +11,7 @@ from torch import nn
 
 from experiments.run.progress import Progress
 from experiments.run.ranks import Ranks
-from metagrad.curvature.estimators.student import student_t
+from metagrad.curvature.estimators.estimate import student_t
 from metagrad.tasks import PADDING
 
 if TYPE_CHECKING:

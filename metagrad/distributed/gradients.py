@@ -11,9 +11,15 @@ from torch import Tensor, nn
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import check_number
 from metagrad.distributed import rows
-from metagrad.distributed.agreement import CALL, LAYOUTS, agreed, joined, named_tensors
-from metagrad.distributed.averaged import note_average
-from metagrad.distributed.buckets import weighted_sums
+from metagrad.distributed.exchange import (
+    CALL,
+    LAYOUTS,
+    agreed,
+    joined,
+    named_tensors,
+    note_average,
+    weighted_sums,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

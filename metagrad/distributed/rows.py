@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from metagrad.core.tree import widened
-from metagrad.sparse.kernels.accumulation import coalesced
+from metagrad.sparse.kernels.products import coalesced
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:

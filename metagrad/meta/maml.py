@@ -15,11 +15,10 @@ from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_comp
 from metagrad.core._torch import averaging_wrapper
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import check_function, is_a, is_integer
-from metagrad.core.modules import check_substitutable
+from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.tape import is_on_the_tape, is_transformed
-from metagrad.distributed.wrappers import refuse_wrapped
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
@@ -31,9 +30,9 @@ from metagrad.meta.objective.task_loss import LossFn, TaskLoss, label_bounds
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
 from metagrad.meta.options import Options
 from metagrad.meta.selection import Adapt, select_parameters
+from metagrad.optim.hyperparameters import hyperparameters_in, with_hyperparameters
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.transforms.chain import check_rule
-from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 
 
 class MAML(nn.Module):

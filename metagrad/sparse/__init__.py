@@ -4,11 +4,10 @@ from metagrad.sparse.kernels.calibrate import calibrate
 from metagrad.sparse.matrix.parameter import Parameter
 from metagrad.sparse.matrix.tensor import SparseTensor, sddmm
 from metagrad.sparse.operations.attention import attention
-from metagrad.sparse.operations.conv import conv
+from metagrad.sparse.operations.conv import Rulebook, conv
 from metagrad.sparse.operations.masked import mask_gradient, masked_mean, masked_softmax, masked_sum
 from metagrad.sparse.operations.products import spgemm, spmm
 from metagrad.sparse.operations.reduce import softmax
-from metagrad.sparse.operations.rulebook import Rulebook
 from metagrad.sparse.operations.segments import (
     gather,
     segment_max,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import csv
+import os
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,15 +14,14 @@ from metagrad.core._torch import from_numpy
 from metagrad.core.checks import check_choice, is_mapping
 from metagrad.core.tree import tree_map
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
-from metagrad.tasks._columns import Columns, column_of, read_columns
+from metagrad.tasks._data_root import find_path
 from metagrad.tasks._groups import Groups
 from metagrad.tasks._splits import choose_split, split_name
 from metagrad.tasks.batch import Batch, Examples
 
 if TYPE_CHECKING:
-    import os
-
     from torch import Tensor
+
 
 Inputs = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
@@ -210,3 +211,103 @@ def _standardized(values: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
         return values
     spread = values[rows].std(0)
     return (values - values[rows].mean(0)) / np.where(spread > 0, spread, 1)
+
+
+Columns = dict[str, "np.ndarray[Any, Any]"]
+
+MISSING = {"", "na", "nan", "null", "none"}  # of a file, whatever the case
+
+
+def read_columns(call: str, table: Any) -> Columns:
+    """Return the columns of a table: a path of a CSV file, a mapping or a data frame.
+
+    Raises:
+        ValueError: The file is not there or not such a table, columns differ in length, or there are no rows.
+        TypeError: It is something else.
+    """
+    columns: Columns
+    if isinstance(table, str) or hasattr(table, "__fspath__"):
+        columns = read_csv(call, table)
+    elif is_mapping(table):
+        columns = {str(name): np.asarray(column) for name, column in table.items()}
+    elif hasattr(table, "columns"):
+        columns = {str(name): np.asarray(table[name]) for name in table.columns}
+    else:
+        raise TypeError(
+            f"{call}: table must be the path of a CSV file, a dict of columns or a data frame, "
+            f"got a {type(table).__name__}."
+        )
+    lengths = {name: column.shape for name, column in columns.items()}
+    if len(set(lengths.values())) != 1 or len(next(iter(lengths.values()))) != 1:
+        raise ValueError(f"{call}: the columns of table must be of one length, [rows], got {lengths}.")
+    if not len(next(iter(columns.values()))):
+        raise ValueError(f"{call}: table has no rows.")
+    return {name: _plain(column) for name, column in columns.items()}
+
+
+def read_csv(call: str, path: str | os.PathLike[str]) -> Columns:
+    """Return the columns of a CSV file, which begins with their names; blank lines are left out."""
+    found = find_path(call, path)
+    try:
+        with found.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            lines = [(reader.line_num, fields) for fields in reader if fields]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{call}: {found} is not a CSV file in UTF-8: {error}.") from error
+    header, *rows = [fields for _, fields in lines] or [[]]
+    names = [name for name in header if name]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"{call}: {found} must begin with the names of its columns, each once, got {header}."
+        )
+    for number, fields in lines:
+        if len(fields) != len(header):
+            raise ValueError(
+                f"{call}: line {number} of {found} must have {len(header)} fields, got {len(fields)}."
+            )
+    return {name: _parsed([row[k] for row in rows]) for k, name in enumerate(header)}
+
+
+def column_of(call: str, argument: str, columns: Columns, name: str) -> np.ndarray:
+    """Return a column without missing values.
+
+    Raises:
+        ValueError: There is no column of that name, or values are missing.
+    """
+    if name not in columns:
+        raise ValueError(
+            f"{call}: {argument}={name!r} is none of the columns {', '.join(map(repr, columns))}."
+        )
+    column = columns[name]
+    if column.dtype.kind == "f" and (missing := int((~np.isfinite(column)).sum())):
+        raise ValueError(
+            f"{call}: {missing} of {len(column)} rows have no finite value in {argument}={name!r}. Leave these rows "
+            "out, or fill them."
+        )
+    return column
+
+
+def _plain(column: np.ndarray) -> np.ndarray:
+    """Return numbers as int64 or float64, and everything else as text."""
+    if column.dtype.kind in "biu":
+        return column.astype(np.int64)
+    return column.astype(np.float64) if column.dtype.kind == "f" else column.astype(str)
+
+
+def _parsed(fields: list[str]) -> np.ndarray:
+    gaps = [field.strip().lower() in MISSING for field in fields]
+    if not any(gaps) and _all(int, fields):
+        return np.array([int(field) for field in fields])
+    given = [field for field, gap in zip(fields, gaps, strict=True) if not gap]
+    if given and _all(float, given):
+        return np.array([np.nan if gap else float(field) for field, gap in zip(fields, gaps, strict=True)])
+    return np.array(fields)
+
+
+def _all(parse: type, fields: Iterable[str]) -> bool:
+    try:
+        for field in fields:
+            parse(field)
+    except ValueError:
+        return False
+    return True

@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from metagrad.autograd.checks.lint_rules import RULES, Kind, LintRule
@@ -117,7 +116,7 @@ def with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
     """Walk nodes, and the graphs of those that are recomputed, which run again for that."""
     for node in nodes:
         yield node
-        function: Any = node._forward_cls if isinstance(node, BackwardCFunction) else None  # type: ignore[attr-defined]
+        function: Any = getattr(node, "_forward_cls", None)  # of custom functions
         if (inside := getattr(function, "nodes_inside", None)) is not None:
             yield from with_recomputed(inside(node))
 

@@ -8,12 +8,70 @@ is one of ``NativeLayerNormBackwardBackward0``, a node of the gradient's graph, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.graph import Node
 
-from metagrad.autograd.checks import nodes
+Predicate = Callable[[Node], bool]
+
+COO = frozenset({torch.sparse_coo})
+COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
+def both(first: Predicate, second: Predicate) -> Predicate:
+    """Ask one question, and if the answer is yes, another."""
+    return lambda node: first(node) and second(node)
+
+
+def flag(name: str) -> Predicate:
+    """Ask for a saved argument; a node that does not tell, in another version of torch, counts as if it were set."""
+    return lambda node: bool(getattr(node, name, True))
+
+
+def needs_gradient(index: int) -> Predicate:
+    """Ask whether a gradient flows to one of the inputs."""
+    return lambda node: node.next_functions[index][0] is not None
+
+
+def layout_in(name: str, layouts: frozenset[torch.layout]) -> Predicate:
+    """Ask for the layout of a saved tensor, which unpacks it."""
+    return lambda node: getattr(node, name).layout in layouts
+
+
+def without_strides(name: str) -> Predicate:
+    """Ask whether a matrix was sparse, by its saved strides: sparse layouts have none. Unpacks nothing."""
+    return lambda node: getattr(node, name) == ()
+
+
+def pads_its_output(node: Node) -> bool:
+    """Ask whether a convolution is transposed, with output padding."""
+    return node._saved_transposed and any(node._saved_output_padding)  # type: ignore[attr-defined]
+
+
+# Every wrapper that once_differentiable makes shares this code object.
+_ONCE = once_differentiable(lambda ctx: None).__code__
+
+
+def is_once_differentiable(node: Node) -> bool:
+    """Ask whether a custom function's backward has the decorator, perhaps below others."""
+    if not isinstance(node, BackwardCFunction):  # as those of torch.distributed.rpc, which are C++
+        return False
+    backward = type(node)._forward_cls.backward  # type: ignore[attr-defined]
+    while backward is not None:
+        if getattr(backward, "__code__", None) is _ONCE:
+            return True
+        backward = getattr(backward, "__wrapped__", None)
+    return False
+
+
+def is_of_masked_tensor(node: Node) -> bool:
+    """Ask whether a custom function belongs to ``torch.masked``."""
+    return type(node)._forward_cls.__module__.startswith("torch.masked.")  # type: ignore[attr-defined]
+
 
 Kind = Literal["cut", "dense", "error", "wrong"]
 
@@ -26,7 +84,7 @@ class LintRule(NamedTuple):
     order: int  # the first derivative of the loss that is affected
     source: str  # what the user wrote
     remedy: str
-    applies: nodes.Predicate | None = None  # whether this node has the defect; None: all do
+    applies: Predicate | None = None  # whether this node has the defect; None: all do
     since: str = "0"  # the first version of torch with the defect
     until: str = "99"  # the first without it again
 
@@ -46,8 +104,8 @@ _SAMPLE = "Take the sample as a constant, or reparametrise it another way."
 _CTC = "Write the forward recursion with torch.logsumexp."
 _EARLIER = "Lint the loss whose gradient this is: the operation that cannot go on is named there."
 
-_COO_FACTOR = nodes.both(nodes.needs_gradient(1), nodes.layout_in("_saved_mat1", nodes.COO))
-_COMPRESSED_FACTOR = nodes.both(nodes.needs_gradient(1), nodes.layout_in("_saved_mat1", nodes.COMPRESSED))
+_COO_FACTOR = both(needs_gradient(1), layout_in("_saved_mat1", COO))
+_COMPRESSED_FACTOR = both(needs_gradient(1), layout_in("_saved_mat1", COMPRESSED))
 
 _KNOWN: tuple[LintRule, ...] = (
     # Sparse tensors. The gradient of their values is read by `_values()`, which detaches; a gradient is put back
@@ -68,7 +126,7 @@ _KNOWN: tuple[LintRule, ...] = (
         2,
         "Tensor.values() of a CSR, CSC, BSR or BSC tensor",
         _VALUES,
-        nodes.layout_in("_saved_self", nodes.COMPRESSED),
+        layout_in("_saved_self", COMPRESSED),
     ),
     LintRule(
         "ValuesBackward?",
@@ -76,7 +134,7 @@ _KNOWN: tuple[LintRule, ...] = (
         3,
         "Tensor.values() of a COO tensor",
         _VALUES,
-        nodes.layout_in("_saved_self", nodes.COO),
+        layout_in("_saved_self", COO),
     ),
     LintRule(
         "ToDenseBackward?",
@@ -84,7 +142,7 @@ _KNOWN: tuple[LintRule, ...] = (
         3,
         "to_dense() of a sparse tensor",
         _VALUES,
-        nodes.layout_in("_saved_self", nodes.COO | nodes.COMPRESSED),
+        layout_in("_saved_self", COO | COMPRESSED),
     ),
     LintRule("SparseMaskBackward?", "error", 2, "Tensor.sparse_mask, or the gradient of to_dense()", _VALUES),
     LintRule(
@@ -117,7 +175,7 @@ _KNOWN: tuple[LintRule, ...] = (
         1,
         "a @ b with a sparse a that requires grad",
         _VALUES,
-        nodes.both(nodes.needs_gradient(0), nodes.without_strides("_saved_self_sym_strides")),
+        both(needs_gradient(0), without_strides("_saved_self_sym_strides")),
     ),
     LintRule(
         "AddmmBackward?",
@@ -125,7 +183,7 @@ _KNOWN: tuple[LintRule, ...] = (
         1,
         "torch.addmm(c, a, b) with a sparse a that requires grad",
         _VALUES,
-        nodes.both(nodes.needs_gradient(1), nodes.without_strides("_saved_mat1_sym_strides")),
+        both(needs_gradient(1), without_strides("_saved_mat1_sym_strides")),
     ),
     LintRule("SparseSparseMatmulBackward?", "error", 2, "a product of two sparse tensors", _VALUES),
     LintRule("SparseSampledAddmmBackward?", "error", 2, "torch.sparse.sampled_addmm", _VALUES),
@@ -140,7 +198,7 @@ _KNOWN: tuple[LintRule, ...] = (
         3,
         "F.embedding(..., sparse=True)",
         "Leave sparse at False.",
-        nodes.flag("_saved_sparse"),
+        flag("_saved_sparse"),
     ),
     LintRule(
         "EmbeddingBackward?",
@@ -148,7 +206,7 @@ _KNOWN: tuple[LintRule, ...] = (
         2,
         "F.embedding(..., scale_grad_by_freq=True)",
         "Leave it at False, and take row / count + (row - row / count).detach() of the rows looked up.",
-        nodes.flag("_saved_scale_grad_by_freq"),
+        flag("_saved_scale_grad_by_freq"),
     ),
     LintRule(
         "GatherBackward?",
@@ -156,7 +214,7 @@ _KNOWN: tuple[LintRule, ...] = (
         3,
         "torch.gather(..., sparse_grad=True)",
         "Leave sparse_grad at False.",
-        nodes.flag("_saved_sparse_grad"),
+        flag("_saved_sparse_grad"),
     ),
     LintRule("EmbeddingBagBackward?", "error", 2, "F.embedding_bag", _BAG),
     LintRule("EmbeddingBagBackwardBackward?", "error", 1, "the gradient of F.embedding_bag", _BAG),
@@ -230,7 +288,7 @@ _KNOWN: tuple[LintRule, ...] = (
         3,
         "F.batch_norm in training, or F.instance_norm",
         _BATCH_NORM,
-        nodes.flag("_saved_training"),
+        flag("_saved_training"),
     ),
     LintRule(
         "NativeBatchNormBackwardBackward?",
@@ -238,7 +296,7 @@ _KNOWN: tuple[LintRule, ...] = (
         2,
         "the gradient of F.batch_norm in training, or of F.instance_norm",
         _BATCH_NORM,
-        nodes.flag("_saved_train"),
+        flag("_saved_train"),
     ),
     LintRule(
         "WeightNormInterfaceBackward?",
@@ -253,7 +311,7 @@ _KNOWN: tuple[LintRule, ...] = (
         3,
         "F.conv_transpose with output_padding",
         _OUTPUT_PADDING,
-        nodes.pads_its_output,
+        pads_its_output,
     ),
     LintRule(
         "ConvolutionBackwardBackward?",
@@ -261,7 +319,7 @@ _KNOWN: tuple[LintRule, ...] = (
         2,
         "the gradient of F.conv_transpose with output_padding",
         _OUTPUT_PADDING,
-        nodes.pads_its_output,
+        pads_its_output,
     ),
     LintRule(
         "ScaledDotProduct*Backward?", "error", 2, "F.scaled_dot_product_attention by a fused kernel", _MATH
@@ -273,7 +331,7 @@ _KNOWN: tuple[LintRule, ...] = (
         2,
         "an autograd.Function whose backward is once_differentiable",
         "Write its backward with differentiable operations on ctx.saved_tensors, and drop the decorator.",
-        nodes.is_once_differentiable,
+        is_once_differentiable,
     ),
     LintRule(
         "GetDataBackward",
@@ -281,7 +339,7 @@ _KNOWN: tuple[LintRule, ...] = (
         2,
         "get_data() or to_tensor() of a torch.masked.MaskedTensor",
         "Use torch.where, or the masked reductions of metagrad.sparse.",
-        nodes.is_of_masked_tensor,
+        is_of_masked_tensor,
     ),
     LintRule(
         "CheckpointFunctionBackward",
@@ -312,7 +370,7 @@ _KNOWN: tuple[LintRule, ...] = (
         3,
         "F.batch_norm in training, by cuDNN",
         _BATCH_NORM,
-        nodes.flag("_saved_training"),
+        flag("_saved_training"),
     ),
     LintRule(
         "CudnnBatchNormBackwardBackward?",

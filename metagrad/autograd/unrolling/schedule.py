@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metagrad.autograd.recompute.checkpoint import recording_call
+from metagrad.autograd.recompute.checkpoint import attach, recording_call
+from metagrad.autograd.recompute.replay import Recording, record
 from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
-from metagrad.autograd.unrolling.trial import Trial
-from metagrad.core.budget import device_of, free_bytes
+from metagrad.core.budget import BudgetError, device_of, free_bytes
 from metagrad.core.reach import Reached
 from metagrad.core.tree import Tree, dissect, tree_map
+from metagrad.memory.storages import Ledger, StorageMode
 
 Step = Callable[..., tuple[Tree, Tree]]
 Loop = Callable[[Step, Tree, tuple[Any, ...], range], tuple[Tree, Tree]]
@@ -126,3 +127,137 @@ def _joined(stacked: list[Tree]) -> Tree:
 
 
 LOOPS: dict[str, Loop] = {"full": plain, "step": recomputed, "sqrt": segmented}
+
+
+class Needs(NamedTuple):
+    """What the steps of a loop need, in bytes of storages; exact on CPU.
+
+    Attributes:
+        step: What one step leaves: its graph, the new state and aux together.
+        state: The new state alone.
+        growth: By how much a loop that keeps every graph grows in a step. A graph need not hold the state that it
+            was computed from (a table of which a few rows are read), so this may be less than the state.
+    """
+
+    step: int
+    state: int
+    growth: int
+
+    def division(self, steps: int, budget: int) -> tuple[str, int]:
+        """Return the mode of the early steps, and how many of the last keep their graph."""
+        all_graphs = self.step + (steps - 1) * self.growth
+        if all_graphs <= budget:
+            return "full", steps
+        all_states, few_states = steps * self.state, 2 * (math.isqrt(steps - 1) + 1) * self.state
+        for mode, states, more in (
+            ("step", all_states, self.growth - self.state),  # in place of its state
+            ("sqrt", few_states, self.growth),
+        ):
+            left = budget - states - self.step
+            if left >= 0:
+                return mode, min(steps - 1, left // max(more, 1))
+        states = min(all_states, few_states)
+        needed = min(all_graphs, self.step + states)
+        raise BudgetError(
+            f"unroll(..., memory={budget}): one step needs {self.step} bytes, and {steps} steps keep "
+            f"{needed - self.step} bytes besides, so the budget must be at least {needed} bytes. Raise it, or take "
+            "fewer or smaller steps."
+        )
+
+
+class Trial:
+    """Takes the first steps of a loop, once, so that they can be put on the tape by their graphs or recomputed.
+
+    Args:
+        step: As :func:`metagrad.unroll` takes it.
+        state: The first state.
+        args: The arguments of all steps.
+        budget: What the graphs of the steps taken may hold beside the state.
+    """
+
+    def __init__(self, step: Step, state: Tree, args: tuple[Any, ...], budget: int) -> None:
+        self.step = step
+        self.args = args
+        self.budget = budget
+        self.reached = Reached(step)
+        self.check = StateCheck(state)
+        self.ledger = Ledger(device_of(state, args))
+        self.state = state
+        self.collected: list[Tree] = []
+        self.recordings: list[Recording] = []
+        self.totals: list[int] = []
+        self.state_bytes = 0
+
+    @property
+    def num_taken(self) -> int:
+        """How many steps have been taken."""
+        return len(self.recordings)
+
+    def can_take(self) -> bool:
+        """Whether another step can be taken: if two graphs fit the budget, or one is no larger than a state."""
+        if not self.totals:
+            return True
+        graph = self.totals[0] - self.state_bytes
+        return graph <= self.state_bytes or 2 * graph + self.state_bytes <= self.budget
+
+    def take(self, t: int) -> None:
+        """Take a step."""
+        taken: list[tuple[Tree, Tree]] = []
+
+        def measured(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
+            with StorageMode(self.ledger):
+                taken.append(checked_pair(self.step(state, t, *args), t))
+            return taken[0]
+
+        called = f"unroll(step, ...) at t={t}"
+        recording = record(measured, (self.state, t, *self.args), {}, name=called, reached=self.reached)
+        recording.call.fn = self.step
+        # With their graph: what leaves a recorded function by another way than its return value keeps its own.
+        self.state, aux = taken.pop()
+        self.check(self.state, t)
+        self.collected.append(aux)
+        self.recordings.append(recording)
+        self.state_bytes = sum(tensor.nbytes for tensor in dissect(self.state)[0])
+        self.totals.append(self.ledger.total)
+
+    def needs(self) -> Needs:
+        """End the trial; return what it measured."""
+        step = growth = max(self.totals[0], 1)
+        if self.num_taken == 2:
+            self._leave_states_to_graphs()
+            growth = max(self.ledger.total - self.totals[0], 1)
+        self.ledger.close()
+        return Needs(step, self.state_bytes, growth)
+
+    def _leave_states_to_graphs(self) -> None:
+        """Have the recordings hold a copy of the state between the steps: the state is freed if no graph holds it."""
+        first, second = self.recordings
+        width = len(dissect(self.state)[0])
+        del second.tensors[:width]
+        for index in range(width):
+            first.outputs[index] = _copy(first.outputs[index])
+
+    def with_graphs(self, *call: object) -> tuple[Tree, Tree]:
+        """Return the last state and the stacked aux with the graphs of the steps; the trial is spent."""
+        state, collected, _ = self._spend()
+        return state, stack(collected)
+
+    def recomputed(self, *call: object) -> tuple[Tree, Tree]:
+        """Return the last state and the stacked aux, to be recomputed when differentiated; the trial is spent."""
+        _, _, recordings = self._spend()
+        state, collected = None, []
+        for recording in recordings:
+            tensors = [*dissect(state)[0], *recording.tensors]
+            state, aux = attach(recording.call, tensors, recording.outputs, recording.structure)
+            collected.append(aux)
+        return state, stack(collected)
+
+    def _spend(self) -> tuple[Tree, list[Tree], list[Recording]]:
+        """Return the state, aux and recordings, and forget them: a loop frees the state that it has left."""
+        contents = self.state, self.collected, self.recordings
+        self.state, self.collected, self.recordings = None, [], []
+        return contents
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)

@@ -9,14 +9,14 @@ import torch
 
 from metagrad.core.budget import checked_bytes
 from metagrad.curvature.operators.batches import Batch, Reduction, count_of
-from metagrad.curvature.operators.ggn import operator_of
-from metagrad.curvature.operators.operator import Operator
-from metagrad.curvature.operators.output_matrices import (
+from metagrad.curvature.operators.ggn import (
     OutputMatrix,
     fisher_of_outputs,
     observed_scores,
+    operator_of,
     sampled_scores,
 )
+from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem
 from metagrad.curvature.operators.space import Parameters
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from metagrad.autograd.derivatives.grad import check_loss
 from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves, refuse_order, refuse_unused
 from metagrad.core.checks import check_function
-from metagrad.core.modules import check_substitutable
+from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.norms import every_order
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
@@ -21,7 +21,6 @@ from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import evaluate, is_linear_in
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, values_of, with_values
-from metagrad.distributed.wrappers import refuse_wrapped
 
 Model: TypeAlias = "nn.Module | Callable[[Parameters, Tree], Tree]"
 """A module, called as ``model(x)`` with the parameters in place, or a function, called as ``model(params, x)``."""

@@ -19,9 +19,8 @@ from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import OF_STEPS
 from metagrad.meta.objective.task_loss import Loss, LossFn
 from metagrad.meta.objective.tasks import Tasks, task_squares
-from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.hyperparameters import hyperparameters_in, is_used
 from metagrad.optim.rules import Params, Rule
-from metagrad.optim.walk import hyperparameters_in
 
 _CALL = "iMAML(..., hypergradient)"
 

@@ -13,7 +13,7 @@ from metagrad.core._torch import named_modules
 from metagrad.core.checks import is_a
 from metagrad.core.structured import Nested, call_on
 from metagrad.core.tree import widened
-from metagrad.meta.algorithms.heads.classes import read_classes
+from metagrad.meta.algorithms.heads import read_classes
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.task_loss import LossFn

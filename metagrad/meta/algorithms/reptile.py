@@ -11,8 +11,8 @@ from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.meta.objective.tasks import Tasks
+from metagrad.optim.hyperparameters import hyperparameters_in
 from metagrad.optim.rules import Rule
-from metagrad.optim.walk import hyperparameters_in
 
 Examples = Literal["all", "support"]
 

@@ -18,9 +18,8 @@ from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.norms import composite_norms
-from metagrad.core.structured import Nested
+from metagrad.core.structured import Nested, Structured
 from metagrad.core.tree import Tree, as_variable, constants, detached, tree_map, zeros_for_none
-from metagrad.meta.inner.compiled import query_loss, with_tensors
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, TaskLoss
 from metagrad.meta.objective.tasks import Tasks, num_tasks, task_squares, with_task_axis
@@ -488,3 +487,36 @@ def phase(name: str, index: int | None = None) -> contextlib.AbstractContextMana
     """Open a phase of the memory tracker, if one is open."""
     tracker = memory_tracking.current()
     return contextlib.nullcontext() if tracker is None else tracker.phase(name, index=index)
+
+
+def with_tensors(rule: Rule, like: Tensor) -> Rule:
+    """Return a rule with every number as a 0-d tensor, so that another number needs no recompilation.
+
+    The number 0 stays a number: a rule leaves out the momentum or the decay that is not used.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+
+    def made(leaf: object) -> object:
+        if not isinstance(leaf, (int, float)) or isinstance(leaf, bool):
+            return leaf
+        return torch.full((), leaf, dtype=dtype, device=like.device) if leaf else 0
+
+    return tree_map(made, rule)
+
+
+def query_loss(compiler: Compiler, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
+    """Return losses and predictions of adapted parameters."""
+    return compiler.of(_query_loss)(loss, params, x, y)
+
+
+def _query_loss(loss: Loss, params: Params, x: Nested, y: Nested) -> Any:
+    results = loss(params, x, y)
+    refuse_structured(results)
+    return results
+
+
+def refuse_structured(results: Sequence[Nested | None]) -> None:
+    """Raise if a model returns anything but a tensor, which compiled functions do not return."""
+    for result in results:
+        if isinstance(result, Structured):
+            raise TypeError("the model returns several tensors (wrap one that returns the logits)")

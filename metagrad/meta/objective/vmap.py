@@ -166,8 +166,9 @@ def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, ta
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """Return the modules that a chain calls one after the other, also those of chains within."""
-    is_chain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    if not is_chain or not is_plain(module):
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return [module]
+    if not is_plain(module):
         return [module]
     return [layer for child in module for layer in layers_of(child)]
 

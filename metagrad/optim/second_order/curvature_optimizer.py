@@ -20,7 +20,7 @@ from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
-from metagrad.distributed.averaged import is_average
+from metagrad.distributed.exchange import is_average
 from metagrad.optim.hyperparameters import check_hyperparameter
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, RuleOptimizer, as_number
 from metagrad.sparse.tables.row_sparse import RowSparse

@@ -13,9 +13,9 @@ from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.checks import warn
 from metagrad.core.tree import widened
 from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, WeightedLoss, generators_of
-from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import Group, Work
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
+from metagrad.optim.torch_optim.state import Change
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 

@@ -29,8 +29,8 @@ from metagrad.optim.second_order.curvature_optimizer import (
 )
 from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal, signs_like
 from metagrad.optim.second_order.vector import VectorOptimizer, flat, scalar_of, split, without_gradients
-from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, Work, as_number
+from metagrad.optim.torch_optim.state import Change
 
 POOR, GOOD = 0.25, 0.75
 """Ratios of reduction below and above which a model is trusted less, and more."""

@@ -19,9 +19,8 @@ from metagrad.core.checks import check_choice, warn
 from metagrad.core.modules import refuse_sharded
 from metagrad.optim.per_parameter import check_real
 from metagrad.optim.rule import Params, documented_fields, with_arguments
-from metagrad.optim.torch_optim.move import Change, step_whole
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
-from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
+from metagrad.optim.torch_optim.state import Change, ParameterState, keeping_dtypes, step_whole
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 ParameterGroups: TypeAlias = "Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"

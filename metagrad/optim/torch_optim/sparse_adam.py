@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from metagrad.optim.first_order.adam import AdamRule
 from metagrad.optim.rule import Params
-from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer, Work
 from metagrad.optim.torch_optim.sparse_gradients import step_rows
+from metagrad.optim.torch_optim.state import Change
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 

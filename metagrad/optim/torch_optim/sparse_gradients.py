@@ -7,9 +7,8 @@ from torch import Tensor
 
 from metagrad.core.tree import widened
 from metagrad.optim.rule import Rule
-from metagrad.optim.torch_optim.move import Change
-from metagrad.optim.torch_optim.state import ParameterState, apart, joined
-from metagrad.sparse.kernels.accumulation import coalesced
+from metagrad.optim.torch_optim.state import Change, ParameterState, apart, joined
+from metagrad.sparse.kernels.products import coalesced
 from metagrad.sparse.tables.row_sparse import RowSparse, gather_rows
 
 

@@ -1,10 +1,12 @@
-"""The state of a rule, kept by parameter as ``torch.optim`` keeps it, and put together for a step."""
+"""The state of a rule, kept by parameter as ``torch.optim`` keeps it, and one step, written when all is finite."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import pytree
-from metagrad.core.tree import widened
+from metagrad.core.tree import tree_leaves, widened
 from metagrad.optim.rule import Params, Rule
 
 ParameterState: TypeAlias = dict[str, Any]
@@ -82,3 +84,56 @@ def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@dataclass(frozen=True)
+class Change:
+    """The new values and states of some parameters after a step, computed and not yet written.
+
+    Attributes:
+        params: The parameters.
+        moved: Their new values; of a table, those of ``rows``.
+        states: What is new in the state of each.
+        rows: Which rows of a table moved; None of whole parameters.
+        used: What else it was made of, and must be finite, by description.
+        implied: The slots that are finite where the other ones are.
+    """
+
+    params: Params
+    moved: Params
+    states: Mapping[str, ParameterState]
+    rows: Tensor | None = None
+    used: Mapping[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
+    implied: Collection[str] = ()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all that must be finite, with a description."""
+        yield from self.used.items()
+        for key, value in self.moved.items():
+            yield f"the new value of {key!r}", value
+        for key, state in self.states.items():
+            for slot, value in state.items():
+                if slot in self.implied:
+                    continue
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                        yield f"the new state {slot!r} of {key!r}", leaf
+
+    def write(self, kept: MutableMapping[Tensor, ParameterState]) -> None:
+        """Write parameters in place, and their state into that of an optimizer."""
+        for key, state in self.states.items():
+            kept[self.params[key]].update(state)
+        for key, value in self.moved.items():
+            p = self.params[key]
+            if self.rows is None:
+                p.copy_(value)
+            else:
+                p.index_copy_(0, self.rows, value.to(p.dtype))
+
+
+def step_whole(rule: Rule, params: Params, grads: Params, states: Mapping[str, ParameterState]) -> Change:
+    """Compute a step of parameters that have taken the same number of steps."""
+    values = {key: widened(p) for key, p in params.items()}
+    state = joined(rule, states, values)
+    moved, state = rule.update({key: widened(g) for key, g in grads.items()}, state, values)
+    return Change(params, moved, apart(state, params))

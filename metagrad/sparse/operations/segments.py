@@ -13,7 +13,7 @@ from metagrad.core.checks import check_count
 from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_ids, check_index
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.kernels.accumulation import index_rows, index_sum
+from metagrad.sparse.kernels.products import index_rows, index_sum
 from metagrad.sparse.pattern import Segments
 
 Index: TypeAlias = Segments | Tensor

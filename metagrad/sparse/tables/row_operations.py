@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.tree import widened
-from metagrad.sparse.kernels.accumulation import index_sum
+from metagrad.sparse.kernels.products import index_sum
 from metagrad.sparse.tables.row_sparse import (
     FUNCTIONS,
     OPERATIONS,

@@ -17,8 +17,8 @@ from torch.overrides import handle_torch_function
 
 from metagrad.core import _torch
 from metagrad.core._torch import Context, TensorSubclass, VmapInfo
-from metagrad.sparse.kernels.accumulation import index_sum
-from metagrad.sparse.kernels.tangents import Kernel, nestable
+from metagrad.sparse.kernels.derivatives import Kernel, nestable
+from metagrad.sparse.kernels.products import index_sum
 from metagrad.sparse.policy import count_densified
 
 HOLE = torch.iinfo(torch.int64).min

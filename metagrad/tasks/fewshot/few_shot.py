@@ -17,8 +17,7 @@ from metagrad.tasks._groups import Groups
 from metagrad.tasks._splits import choose_split
 from metagrad.tasks.batch import Batch, Examples
 from metagrad.tasks.fewshot.episodes import Composition, Count, draw_episodes
-from metagrad.tasks.fewshot.labels import read_labels
-from metagrad.tasks.fewshot.loading import Ahead, Batches, Items, Plan, load_all
+from metagrad.tasks.fewshot.loading import Ahead, Batches, Items, Plan, load_all, read_labels
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -11,19 +11,18 @@ import torch
 from metagrad.core._torch import from_numpy
 from metagrad.core.checks import check_choice, check_count
 from metagrad.tasks.fewshot import FewShot
-from metagrad.tasks.omniglot.drawings import read_drawings
-from metagrad.tasks.omniglot.files import find_files
-from metagrad.tasks.omniglot.resize import RESIZERS
+from metagrad.tasks.omniglot.files import find_files, read_drawings
 from metagrad.tasks.omniglot.splits import DRAWING_SIZE, NUM_DRAWERS, SPLITS
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from metagrad.tasks.omniglot.splits import Character
+
 
 MAX_LEVEL = 255  # of the stored images
 BLOCK = 64  # characters resized at once, 56 MB as float32; one at a time is slow, being all thread start-up
@@ -185,3 +184,45 @@ def add_rotations(images: Tensor) -> Tensor:
                 [3, 1, 4, 2]])
     """
     return torch.cat([images.rot90(k, dims=(-2, -1)) for k in range(4)])
+
+
+def resize_nearest(drawings: Tensor, size: int) -> Tensor:
+    """Pick the pixel under the centre of each new pixel.
+
+    Pillow does this to images of mode "1" whatever filter it is asked for, so code that resizes the files as
+    they are (MAML's, prototypical networks') trains on it. Pixel i comes from floor((i + 1/2) * old / new).
+
+    Args:
+        drawings: Levels, [drawings, side, side] uint8.
+        size: Pixels along a side of the result.
+
+    Returns:
+        Levels, [drawings, size, size] uint8.
+    """
+    source = [(2 * i + 1) * drawings.shape[-1] // (2 * size) for i in range(size)]
+    return drawings[:, source][:, :, source]
+
+
+def resize_area(drawings: Tensor, size: int) -> Tensor:
+    """Average over the area that each new pixel covers, counting pixels that it covers in part by that part.
+
+    Args:
+        drawings: Levels 0 to 255, [drawings, side, side] uint8.
+        size: Pixels along a side of the result.
+
+    Returns:
+        Levels, [drawings, size, size] uint8, rounded.
+    """
+    weights = _covered_parts(drawings.shape[-1], size, drawings.device)
+    return (weights @ (drawings.float() @ weights.T)).round().clamp(0, 255).to(torch.uint8)
+
+
+def _covered_parts(old: int, new: int, device: torch.device) -> Tensor:
+    """Return which part of new pixel i lies on old pixel j, [new, old]; rows sum to one."""
+    scale, start = old / new, torch.arange(old, device=device)
+    left = scale * torch.arange(new, device=device).unsqueeze(1)
+    covered = torch.minimum(left + scale, start + 1) - torch.maximum(left, start)
+    return covered.clamp(min=0) / scale
+
+
+RESIZERS: dict[str, Callable[[Tensor, int], Tensor]] = {"nearest": resize_nearest, "area": resize_area}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
-from metagrad.autograd.unrolling.trial import Trial
+from metagrad.autograd.unrolling.schedule import Trial
 from metagrad.memory.storages import Ledger, StorageMode
 from tests.marks import slow
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.estimators.diagonal import XDiag
-from metagrad.curvature.estimators.hutchinson import HutchPlusPlus
 from metagrad.curvature.estimators.probing import Probing
+from metagrad.curvature.estimators.trace import HutchPlusPlus
 from metagrad.curvature.estimators.xtrace import XTrace
 from tests.curvature.maps import MatrixMap
 

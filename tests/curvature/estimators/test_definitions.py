@@ -7,7 +7,7 @@ import torch
 
 from metagrad.curvature.estimators import basis as bases
 from metagrad.curvature.estimators.diagonal import XDiag
-from metagrad.curvature.estimators.hutchinson import HutchPlusPlus
+from metagrad.curvature.estimators.trace import HutchPlusPlus
 from metagrad.curvature.estimators.xtrace import XTrace
 from tests.curvature.estimators import naive
 from tests.curvature.maps import matrix

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
-from metagrad.sparse import Pattern, Segments
+import metagrad as mg
+from metagrad import sparse
+from metagrad.distributed.rows import part_of
+from metagrad.optim.torch_optim.sparse_gradients import as_rows
+from metagrad.sparse import Pattern, RowSparse, Segments, SparseTensor
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.kernels import products as kernels
 from metagrad.sparse.policy import SparsePolicy, use_policy
+from metagrad.sparse.tables.embedding import reduce_bags
 from tests.sparse.guards import no_large_outputs
 
 POLICIES = {
@@ -119,3 +127,143 @@ def test_autocast_leaves_products_and_their_derivatives_in_the_dtype_of_the_oper
         with torch.autocast("cpu", torch.bfloat16):
             got = derivatives()
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+N = 4096
+ONE, MANY = torch.zeros(N, dtype=torch.int64), torch.arange(N)
+SEGMENTS = Segments(ONE, 1)
+
+
+class Case(NamedTuple):
+    """An operation on equal numbers [4096], and torch's on the same as a dense tensor."""
+
+    ours: Callable[[Tensor], Tensor]
+    dense: Callable[[Tensor], Tensor]
+
+
+def row(v):
+    return SparseTensor(Pattern(ONE, MANY, (1, N)), v)
+
+
+def column(v):
+    return SparseTensor(Pattern(MANY, ONE, (N, 1)), v)
+
+
+def table(v):
+    """A table of one column, of which all rows are kept."""
+    return RowSparse(MANY, v[:, None], (N, 1))
+
+
+def cotangent_of_a_row(v):
+    """The gradient of a row that is looked up 4096 times."""
+    rows = v.new_ones(2, 1, requires_grad=True)
+    return mg.grad((sparse.embedding(ONE, rows)[:, 0] * v).sum(), rows, create_graph=True).values
+
+
+def cotangent_of_a_segment(v, index):
+    x = v.new_ones(1, requires_grad=True)
+    return mg.grad((sparse.gather(x, index) * v).sum(), x, create_graph=True)
+
+
+def attended(v):
+    q, k = v.new_zeros(1, 2), v.new_zeros(N, 2)
+    return sparse.attention(q, k, v[:, None], Pattern(ONE, MANY, (1, N)))
+
+
+def bag(v, mode):
+    return reduce_bags(v[None, :, None], None, mode=mode)
+
+
+def total(v):
+    return v.sum()
+
+
+def average(v):
+    return v.mean()
+
+
+def normalised(v):
+    return v.softmax(0)
+
+
+def norm(v):
+    return torch.linalg.vector_norm(v)
+
+
+CASES = {
+    "sum": Case(lambda v: row(v).sum(), total),
+    "sum of a row": Case(lambda v: row(v).sum(1), total),
+    "mean": Case(lambda v: row(v).mean(), average),
+    "norm": Case(lambda v: row(v).norm(), norm),
+    "softmax": Case(lambda v: sparse.softmax(row(v)).values, normalised),
+    "log_softmax": Case(lambda v: row(v).log_softmax().values, lambda v: v.log_softmax(0)),
+    "segment_sum": Case(lambda v: sparse.segment_sum(v, SEGMENTS), total),
+    "segment_mean": Case(lambda v: sparse.segment_mean(v, SEGMENTS), average),
+    "segment_mean by ids": Case(lambda v: sparse.segment_mean(v, ONE, 1), average),
+    "segment_max": Case(lambda v: sparse.segment_max(v, SEGMENTS), lambda v: v.amax()),
+    "segment_softmax": Case(lambda v: sparse.segment_softmax(v, SEGMENTS), normalised),
+    "derivative of gather": Case(lambda v: cotangent_of_a_segment(v, SEGMENTS), total),
+    "derivative of gather by ids": Case(lambda v: cotangent_of_a_segment(v, ONE), total),
+    "spmm": Case(lambda v: row(v) @ v.new_ones(N, 2), lambda v: v[None] @ v.new_ones(N, 2)),
+    "sddmm": Case(
+        lambda v: sparse.sddmm(v[None], 0.1 * v[:, None], Pattern(ONE[:1], ONE[:1], (1, 1))).values,
+        lambda v: v[None] @ (0.1 * v[:, None]),
+    ),
+    "spgemm": Case(
+        lambda v: sparse.spgemm(row(v), column(0.1 * v)).values, lambda v: v[None] @ (0.1 * v[:, None])
+    ),
+    "attention": Case(attended, average),
+    "duplicates": Case(lambda v: SparseTensor.from_coo(ONE, ONE, v, (1, 1)).values, total),
+    "duplicate rows": Case(lambda v: RowSparse.coalesce(ONE, v[:, None], (2, 1)).values, total),
+    "derivative of embedding": Case(cotangent_of_a_row, total),
+    "sum of rows": Case(lambda v: table(v).sum(0), total),
+    "embedding_bag": Case(lambda v: bag(v, "sum"), total),
+    "masked_sum": Case(lambda v: sparse.masked_sum(v, v == v), total),
+    "masked_mean": Case(lambda v: sparse.masked_mean(v, v == v), average),
+    "masked_softmax": Case(lambda v: sparse.masked_softmax(v, v == v, 0), normalised),
+}
+
+
+def derivatives(operation, v):
+    """The result, the gradient of the square of a weighted sum of it, and that of the square of the gradient."""
+    v = v.detach().requires_grad_()
+    y = operation(v)
+    wide = y.flatten().to(torch.promote_types(y.dtype, torch.float32))
+    weights = torch.linspace(1, 2, wide.numel(), dtype=wide.dtype)
+    weighted = (weights * wide).sum() / max(
+        1, wide.numel() // 64
+    )  # within the range of float16, also squared
+    (g,) = torch.autograd.grad(weighted.square(), v, create_graph=True)
+    squares = g.to(wide.dtype).square().mean()
+    (h,) = torch.autograd.grad(squares, v, allow_unused=True) if squares.requires_grad else (None,)
+    return [x.detach().double().flatten() for x in (y, g, torch.zeros_like(v) if h is None else h)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_sums_of_half_precision_are_accumulated_in_float32(name, dtype):
+    """To order two, under the policy's choice of kernels and by gathers alone."""
+    operation, v = CASES[name], torch.full((N,), 0.0157).to(dtype)
+    exact, dense = derivatives(operation.dense, v.double()), derivatives(operation.dense, v)
+    found = []
+    for threshold, layout in ((0.0, "auto"), (math.inf, "gather")):
+        with sparse.use_policy(SparsePolicy(threshold=threshold, layout=layout)):
+            found += derivatives(operation.ours, v)
+    for ours, theirs, expected in zip(found, 2 * dense, 2 * exact, strict=True):
+        assert ours.shape == expected.shape
+        # What torch is off by (of log_softmax in float16, its second derivative is NaN), and the rounding of results
+        # and cotangents.
+        error = (theirs - expected).abs().max().nan_to_num()
+        allowed = error + 4 * torch.finfo(dtype).eps * expected.abs().max()
+        assert (ours - expected).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_duplicates_of_coo_gradients_are_added_in_float32(dtype):
+    """As a row that is looked up 4096 times by torch's sparse embedding has them."""
+    gradient = torch.sparse_coo_tensor(
+        ONE[None], torch.ones(N, 2, dtype=dtype), (3, 2), check_invariants=True
+    )
+    for values in (as_rows(gradient).values, part_of(gradient).values):
+        assert values.tolist() == [[N, N]]
+        assert values.dtype == dtype

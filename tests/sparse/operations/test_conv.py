@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metagrad.sparse.operations.conv import conv
-from metagrad.sparse.operations.rulebook import Rulebook
+from metagrad.sparse.operations.conv import Rulebook, conv
 from tests.sparse.guards import no_large_outputs
 from tests.sparse.towers import assert_same_tower, tower
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from metagrad.tasks import FewShot, ImageFolders
-from metagrad.tasks.fewshot.published import PUBLISHED
+from metagrad.tasks.fewshot.image_folders import PUBLISHED
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 

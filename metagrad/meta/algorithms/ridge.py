@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_positive
-from metagrad.meta.algorithms.heads.base import HeadAlgorithm
+from metagrad.meta.algorithms.heads import HeadAlgorithm
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Params
 

@@ -1,13 +1,14 @@
-"""What processes agree on before they exchange gradients: weights and layouts."""
+"""What processes agree on before they exchange gradients, and the exchange of strided ones in flat buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from metagrad.core.budget import device_of
 from metagrad.core.modules import is_sharded
@@ -15,6 +16,7 @@ from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
 
 CALL = "average_gradients(params)"
 LAYOUTS = ("strided", "sparse COO", "RowSparse", "of another kind")
@@ -87,3 +89,66 @@ def _one_layout(name: str, counts: list[float]) -> int | None:
             "process compute it in the same way, or convert it before."
         )
     return present[0] if present else None
+
+
+_AVERAGED = WeakTensorKeyDictionary()
+
+
+def note_average(param: Tensor) -> None:
+    """Note that the gradient of a parameter, if it has one, is a mean over processes."""
+    if param.grad is not None:
+        _AVERAGED[param.grad] = True
+
+
+def is_average(gradient: Tensor | None) -> bool:
+    """Return whether a gradient is a mean over processes."""
+    return gradient is not None and gradient in _AVERAGED
+
+
+def weighted_sums(
+    tensors: Sequence[Tensor | None], like: Sequence[Tensor], factor: float, limit: int, group: ProcessGroup
+) -> list[Tensor]:
+    """Add tensors up over processes, each times the factor of its process; all buckets are under way at once.
+
+    Args:
+        tensors: The tensors of this process. None counts as zeros, and so does every tensor if the factor is 0.
+        like: Tensors of the same shapes, dtypes and layouts.
+        factor: The factor of this process.
+        limit: The size of a bucket in bytes.
+        group: The processes.
+    """
+    begun = []
+    for numbers in buckets_of(like, limit):
+        flat = torch.cat([_flat(tensors[n] if factor else None, like[n]) for n in numbers]).mul_(factor)
+        begun.append((numbers, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    found: dict[int, Tensor] = {}
+    for numbers, flat, work in begun:
+        assert work is not None
+        work.wait()
+        pieces = flat.split_with_sizes([like[n].numel() for n in numbers])
+        found |= {n: _in_layout(piece, like[n]) for n, piece in zip(numbers, pieces, strict=True)}
+    return [found[number] for number in range(len(like))]
+
+
+def buckets_of(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
+    """Put tensors of one dtype and device together, in their order, up to a size in bytes; return their numbers."""
+    filled: list[list[int]] = []
+    last: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for number, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device)
+        bucket, size = last.get(kind, ([], limit))
+        if size + tensor.nbytes > limit:
+            bucket, size = [], 0
+            filled.append(bucket)
+        bucket.append(number)
+        last[kind] = (bucket, size + tensor.nbytes)
+    return filled
+
+
+def _flat(tensor: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_zeros(like.numel()) if tensor is None else tensor.reshape(-1)
+
+
+def _in_layout(flat: Tensor, like: Tensor) -> Tensor:
+    whole = flat.view(like.shape)
+    return whole if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(whole)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metagrad.meta.algorithms.heads.base import HeadAlgorithm
+from metagrad.meta.algorithms.heads import HeadAlgorithm
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Params
 

@@ -1,1 +1,0 @@
-"""Algorithms of a shared embedding and a head that is fitted to the support examples of each task."""
