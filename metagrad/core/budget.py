@@ -12,9 +12,9 @@ from torch import Tensor
 
 from metagrad.core.tree import Tree, dissect
 
-Mode = Literal["full", "step", "sqrt", "auto"]
+MemoryMode = Literal["full", "step", "sqrt", "auto"]
 
-Memory: TypeAlias = "Mode | str | int | float"
+Memory: TypeAlias = "MemoryMode | str | int | float"
 """A mode, or a budget: a number of bytes, or a string such as ``"512MiB"``, ``"2GB"``."""
 
 Bytes: TypeAlias = "str | int | float"
@@ -28,9 +28,9 @@ class BudgetError(ValueError):
     """A budget is smaller than what one step needs."""
 
 
-def checked_memory(call: str, memory: Memory) -> Mode | int:
+def checked_memory(call: str, memory: Memory) -> MemoryMode | int:
     """Return the mode that ``memory`` names, or its budget in bytes."""
-    if memory in get_args(Mode):
+    if memory in get_args(MemoryMode):
         return memory  # type: ignore[return-value]
     if (budget := _parsed(memory)) is not None:
         return budget

@@ -17,6 +17,12 @@ from metagrad.core._torch import pytree
 Tree: TypeAlias = Any
 """A tensor, or a dict, list, tuple or named tuple of trees."""
 
+Params: TypeAlias = dict[str, Tensor]
+"""Parameters by name, as ``dict(model.named_parameters())`` gives them; stacked tasks come first in a shape."""
+
+LossFn: TypeAlias = Callable[[Tree, Tree], Tensor]
+"""``loss_fn(output, y)``: what the model returns and the targets, to a tensor with one element."""
+
 ATOMS: frozenset[type] = frozenset(
     {int, float, bool, complex, str, bytes, type(None), type(...)}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}

@@ -13,11 +13,10 @@ from metagrad.autograd.derivatives.recorded import recorded_gradient
 from metagrad.core._torch import Function
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.tape import graph_nodes, is_transformed
-from metagrad.core.tree import zeros_for_none
+from metagrad.core.tree import Params, zeros_for_none
 from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.solvers.implicit import refuse_derivatives
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
-from metagrad.optim.rule import Params
 
 CALL = "attach(inner_loss, params)"
 LOOSE_FOR_TASKS = 0.1

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from metagrad.core._torch import backward
 from metagrad.core.checks import check_count
-from metagrad.core.tree import Tree, detached, leaf_names, tree_leaves
+from metagrad.core.tree import Params, Tree, detached, leaf_names, tree_leaves
 from metagrad.hypergrad.hypergradient import checked, completed
 from metagrad.hypergrad.inverses import CG
 from metagrad.hypergrad.problem import Method, Parameters, Problem
 from metagrad.hypergrad.unroll import moved_by
-from metagrad.optim.rule import Params, Rule
+from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
 from metagrad.sparse.tables.row_sparse import RowSparse
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_number, check_positive
-from metagrad.core.tree import HALF, leaf_names, tree_leaves, zeros_for_none
+from metagrad.core.tree import HALF, Params, leaf_names, tree_leaves, zeros_for_none
 from metagrad.hypergrad.problem import (
     CALL,
     CREATE,
@@ -20,7 +20,6 @@ from metagrad.hypergrad.problem import (
     minus,
     refuse_sparse,
 )
-from metagrad.optim.rule import Params
 
 
 @dataclass(frozen=True)

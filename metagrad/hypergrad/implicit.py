@@ -22,12 +22,11 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import warn
-from metagrad.core.tree import widened, zeros_for_none
+from metagrad.core.tree import Params, widened, zeros_for_none
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
 from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, gradients, minus, refuse_sparse
-from metagrad.optim.rule import Params
 
 LOOSE = 1e-2
 """Residuals above this, relative to the right-hand side, are warned of."""

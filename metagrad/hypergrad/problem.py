@@ -11,6 +11,7 @@ from torch import Tensor
 
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.tree import (
+    Params,
     Tree,
     is_differentiable,
     leaf_names,
@@ -20,7 +21,6 @@ from metagrad.core.tree import (
 )
 from metagrad.curvature.operators.space import check_params, values_of, with_values
 from metagrad.curvature.solvers.solution import Solution
-from metagrad.optim.rule import Params
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.tables.row_sparse import RowSparse
 

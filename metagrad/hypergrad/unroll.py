@@ -13,9 +13,9 @@ from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import check_count
-from metagrad.core.tree import Tree
+from metagrad.core.tree import Params, Tree
 from metagrad.hypergrad.problem import Derivative, Problem, gradients, refuse_sparse
-from metagrad.optim.rule import Params, Rule
+from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from metagrad.core.structured import Nested, arguments, restored
-from metagrad.core.tree import tree_leaves
+from metagrad.core.tree import Params, tree_leaves
 from metagrad.meta.objective.norms import Norm
-from metagrad.optim.rules import Params
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.tape import is_on_the_tape, is_transformed
+from metagrad.core.tree import LossFn, Params
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
@@ -26,12 +27,12 @@ from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.execution.tables import AdaptedTables, check_tables
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.objective.norms import OF_STEPS, Norm, NormPass, Norms, PerStepNorms, check_norm
-from metagrad.meta.objective.task_loss import LossFn, TaskLoss, label_bounds
+from metagrad.meta.objective.task_loss import TaskLoss, label_bounds
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
 from metagrad.meta.options import Options
 from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.hyperparameters import hyperparameters_in, with_hyperparameters
-from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules import Rule
 from metagrad.optim.transforms.chain import check_rule
 
 

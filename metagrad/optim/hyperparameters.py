@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.core.tree import Params
+from metagrad.optim.rule import Hyperparameter
 
 
 def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, below: float = math.inf) -> None:

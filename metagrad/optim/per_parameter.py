@@ -8,9 +8,9 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.core.tree import widened
+from metagrad.core.tree import Params, widened
 from metagrad.optim.hyperparameters import check_hyperparameter, count, values_at
-from metagrad.optim.rule import Hyperparameter, Params, RuleNode
+from metagrad.optim.rule import Hyperparameter, RuleNode
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 Slot: TypeAlias = "Tensor | tuple[Slot, ...] | None"

@@ -15,9 +15,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from metagrad.core._torch import pytree
-
-Params: TypeAlias = dict[str, Tensor]
-"""Parameters by name, as ``dict(model.named_parameters())`` gives them; stacked tasks come first in a shape."""
+from metagrad.core.tree import Params
 
 Hyperparameter: TypeAlias = "float | Tensor | Mapping[str, float | Tensor] | Sequence[Any]"
 """A number; a 0-d tensor; a 1-d tensor or a sequence with one value for each step; or a mapping with one value

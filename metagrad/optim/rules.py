@@ -8,7 +8,7 @@ from metagrad.optim.first_order.sgd import sgd
 from metagrad.optim.kronecker.muon import muon
 from metagrad.optim.kronecker.shampoo import shampoo
 from metagrad.optim.kronecker.soap import soap
-from metagrad.optim.rule import Hyperparameter, Params, Rule, Transform, with_batch_ndim
+from metagrad.optim.rule import Hyperparameter, Rule, Transform, with_batch_ndim
 from metagrad.optim.transforms.axis_products import axis_products
 from metagrad.optim.transforms.chain import chain
 from metagrad.optim.transforms.clip import clip_by_norm
@@ -17,7 +17,6 @@ from metagrad.optim.transforms.schedule import schedule
 
 __all__ = [
     "Hyperparameter",
-    "Params",
     "Rule",
     "Transform",
     "adagrad",

@@ -28,7 +28,7 @@ from metagrad.core.tree import (
 )
 from metagrad.memory.tracker import hooks_aside
 
-Mode = Literal["reverse", "forward"]
+HvpMode = Literal["reverse", "forward"]
 
 
 class Hvp(NamedTuple):
@@ -50,7 +50,7 @@ def hvp(
     params: Tree,
     v: Tree,
     *args: Tree,
-    mode: Mode = "reverse",
+    mode: HvpMode = "reverse",
     create_graph: bool = False,
 ) -> Hvp:
     r"""Multiply the Hessian of a loss with a vector.
@@ -101,8 +101,8 @@ def hvp(
         Pearlmutter, "Fast exact multiplication by the Hessian", Neural Computation 6(1), 1994; Dagreou, Ablin,
         Vaiter, Moreau, "How to compute Hessian-vector products?", ICLR blog posts 2024.
     """
-    if mode not in get_args(Mode):
-        raise ValueError(f"hvp(..., mode): expected one of {', '.join(get_args(Mode))}, got {mode!r}.")
+    if mode not in get_args(HvpMode):
+        raise ValueError(f"hvp(..., mode): expected one of {', '.join(get_args(HvpMode))}, got {mode!r}.")
     check_function("hvp(loss_fn, params, v)", "loss_fn", loss_fn)
     leaves, weights = _checked(params, v)
     if is_transformed():

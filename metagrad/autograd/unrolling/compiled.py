@@ -20,7 +20,7 @@ from metagrad.autograd.recompute.checkpoint import cannot_recompute
 from metagrad.autograd.unrolling.schedule import Loop, Step, in_turn, loop_keeping
 from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.core._torch import Function
-from metagrad.core.budget import BudgetError, Mode
+from metagrad.core.budget import BudgetError, MemoryMode
 from metagrad.core.capture import AutocastState, RandomState
 from metagrad.core.checks import warn
 from metagrad.core.norms import unfused_attention
@@ -102,7 +102,7 @@ class Compiler:
         return result
 
     def unroll(
-        self, step: Step, state: Tree, args: tuple[Any, ...], times: range, memory: Mode | int
+        self, step: Step, state: Tree, args: tuple[Any, ...], times: range, memory: MemoryMode | int
     ) -> tuple[Tree, Tree]:
         """Run a loop; ``t``, ints of the state and floats of the arguments reach the step as 0-d tensors."""
         tensors = dissect((state, args))[0]

@@ -12,7 +12,7 @@ from metagrad.autograd.recompute.checkpoint import cannot_recompute
 from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_compile
 from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
-from metagrad.core.budget import Memory, Mode, checked_memory
+from metagrad.core.budget import Memory, MemoryMode, checked_memory
 from metagrad.core.checks import check_function, is_integer, warn
 from metagrad.core.tree import Tree, constants, detached, tree_map
 
@@ -145,7 +145,7 @@ def _compiler(code: object, options: tuple[tuple[str, Any], ...]) -> Compiler:
 
 def _compiled(
     compiler: Compiler,
-    memory: Mode | int,
+    memory: MemoryMode | int,
     step: Step,
     state: Tree,
     args: tuple[Any, ...],

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from metagrad.core.budget import checked_bytes
+from metagrad.core.tree import LossFn
 from metagrad.curvature.operators.batches import Batch, Reduction, count_of
 from metagrad.curvature.operators.ggn import (
     OutputMatrix,
@@ -17,7 +18,7 @@ from metagrad.curvature.operators.ggn import (
     sampled_scores,
 )
 from metagrad.curvature.operators.operator import Operator
-from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem
+from metagrad.curvature.operators.problem import Model, ModelEvaluation, ModelProblem
 from metagrad.curvature.operators.space import Parameters
 
 Kind = Literal["exact", "sampled", "empirical"]

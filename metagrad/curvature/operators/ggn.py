@@ -13,6 +13,7 @@ from metagrad.autograd.derivatives.recorded import Recorded, refuse_order
 from metagrad.core._torch import gradients_or_none
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.tape import graph_nodes
+from metagrad.core.tree import LossFn
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.batches import (
     Accumulated,
@@ -23,7 +24,7 @@ from metagrad.curvature.operators.batches import (
     is_one_batch,
 )
 from metagrad.curvature.operators.operator import GraphOperator, Operator
-from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem
+from metagrad.curvature.operators.problem import Model, ModelEvaluation, ModelProblem
 from metagrad.curvature.operators.space import Parameters
 
 

@@ -25,14 +25,14 @@ from metagrad.curvature.operators.batches import (
 from metagrad.curvature.operators.operator import GraphOperator, Operator
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, values_of, with_values
 
-LossFn: TypeAlias = Callable[..., Tensor]
+LossOfParams: TypeAlias = Callable[..., Tensor]
 """``loss_fn(params, *batch)``."""
 
 _CALL = "hessian(loss, params)"
 
 
 def hessian(
-    loss: Tensor | LossFn,
+    loss: Tensor | LossOfParams,
     params: Parameters,
     data: Batch | Iterable[Batch] | None = None,
     *,

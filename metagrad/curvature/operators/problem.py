@@ -17,16 +17,13 @@ from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.norms import every_order
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
-from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from metagrad.core.tree import LossFn, Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import evaluate, is_linear_in
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, values_of, with_values
 
 Model: TypeAlias = "nn.Module | Callable[[Parameters, Tree], Tree]"
 """A module, called as ``model(x)`` with the parameters in place, or a function, called as ``model(params, x)``."""
-
-LossFn: TypeAlias = "Callable[[Tree, Tree], Tensor]"
-"""Called as ``loss_fn(output, y)``; returns a tensor with one element."""
 
 
 class ModelProblem:

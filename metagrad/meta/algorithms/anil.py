@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from metagrad.core._torch import named_modules
+from metagrad.core.tree import LossFn
 from metagrad.meta.maml import MAML
-from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Rule
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from metagrad.core.tree import LossFn, Params
 from metagrad.meta.maml import MAML
-from metagrad.meta.objective.task_loss import LossFn
 from metagrad.meta.objective.tasks import Tasks
-from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules import Rule
 
 
 class CAVIA(MAML):

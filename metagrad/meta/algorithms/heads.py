@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metagrad.core._torch import to_list
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
-from metagrad.core.tree import widened
+from metagrad.core.tree import LossFn, Params, widened
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
@@ -21,7 +21,7 @@ from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, phase
 from metagrad.meta.maml import check_arguments
 from metagrad.meta.objective.norms import Norm, NormPass, Norms, check_norm
-from metagrad.meta.objective.task_loss import LabelBounds, LossFn, TaskLoss, ignored_label
+from metagrad.meta.objective.task_loss import LabelBounds, TaskLoss, ignored_label
 from metagrad.meta.objective.tasks import (
     BatchLike,
     ExamplesLike,
@@ -31,7 +31,7 @@ from metagrad.meta.objective.tasks import (
     with_task_axis,
 )
 from metagrad.meta.objective.vmap import call_with, forward_stacked
-from metagrad.optim.rules import Params, Rule, sgd
+from metagrad.optim.rules import Rule, sgd
 
 _NO_STEPS = sgd(lr=0.0)
 

@@ -11,16 +11,17 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from metagrad.core.tape import is_transformed
+from metagrad.core.tree import LossFn, Params
 from metagrad.hypergrad import CG, Nystrom
 from metagrad.hypergrad.attach import attach, check_inverse
 from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import OF_STEPS
-from metagrad.meta.objective.task_loss import Loss, LossFn
+from metagrad.meta.objective.task_loss import Loss
 from metagrad.meta.objective.tasks import Tasks, task_squares
 from metagrad.optim.hyperparameters import hyperparameters_in, is_used
-from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules import Rule
 
 _CALL = "iMAML(..., hypergradient)"
 

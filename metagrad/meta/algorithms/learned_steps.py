@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from metagrad.core.tree import LossFn, Params
 from metagrad.meta.execution.tables import check_tables
 from metagrad.meta.maml import MAML
-from metagrad.meta.objective.task_loss import LossFn
-from metagrad.optim.rules import Hyperparameter, Params, Rule, axis_products, chain, sgd
+from metagrad.optim.rules import Hyperparameter, Rule, axis_products, chain, sgd
 
 PER = ("entry", "tensor", "step")
 

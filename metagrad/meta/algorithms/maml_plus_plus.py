@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core.checks import check_count, is_a, is_list_or_tuple
+from metagrad.core.tree import LossFn, Params
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import Norm
-from metagrad.meta.objective.task_loss import LossFn
-from metagrad.optim.rules import Params, sgd
+from metagrad.optim.rules import sgd
 
 QueryWeights: TypeAlias = "Sequence[float | Tensor] | Tensor"
 """A weight for each inner step."""

@@ -7,9 +7,8 @@ from typing import Any, Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metagrad.core.tree import LossFn, Params
 from metagrad.meta.algorithms.heads import HeadAlgorithm
-from metagrad.meta.objective.task_loss import LossFn
-from metagrad.optim.rules import Params
 
 Distance = Literal["euclidean", "cosine"]
 

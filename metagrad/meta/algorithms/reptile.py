@@ -6,10 +6,10 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from metagrad.core.tree import LossFn
 from metagrad.meta.inner.displacement import DisplacementLoop
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
-from metagrad.meta.objective.task_loss import LossFn
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.hyperparameters import hyperparameters_in
 from metagrad.optim.rules import Rule

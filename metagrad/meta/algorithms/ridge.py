@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_positive
+from metagrad.core.tree import LossFn, Params
 from metagrad.meta.algorithms.heads import HeadAlgorithm
-from metagrad.meta.objective.task_loss import LossFn
-from metagrad.optim.rules import Params
 
 
 def ridge(x: Tensor, y: Tensor, penalty: float | Tensor) -> Tensor:

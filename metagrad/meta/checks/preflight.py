@@ -17,6 +17,7 @@ from metagrad.core.checks import is_a, is_list_or_tuple, is_mapping
 from metagrad.core.modules import ModuleSnapshot, check_substitutable
 from metagrad.core.norms import unfused_attention
 from metagrad.core.structured import restored, structured
+from metagrad.core.tree import LossFn
 from metagrad.memory.tracker import MemoryTracker
 from metagrad.meta.algorithm import Algorithm, MetaOutput
 from metagrad.meta.checks.derivatives import Subject, UnmeasurableError, known_defects, measured_defects
@@ -26,7 +27,6 @@ from metagrad.meta.objective.tasks import BatchLike, Tasks, read_batch, read_exa
 from metagrad.optim import rules
 from metagrad.optim.rules import Rule
 
-LossFn = Callable[[Any, Any], Tensor]
 _CALL = "preflight(model, loss_fn, batch)"
 _FEW_TASKS = 2
 _MOST_EXAMPLES = 4  # on which derivatives are examined

@@ -19,6 +19,7 @@ from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleSnapshot, buffer_versions
 from metagrad.core.norms import unfused_attention
 from metagrad.core.reach import Reached
+from metagrad.core.tree import Params
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
 from metagrad.meta.execution.nonfinite import GradientCheck, Learned, Nonfinite, finite_tasks, merged
 from metagrad.meta.execution.stacking import (
@@ -31,7 +32,7 @@ from metagrad.meta.execution.stacking import (
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase
 from metagrad.meta.objective.tasks import Tasks, concatenated
-from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules import Rule
 
 _SAME = 1e-3  # how far two computations of a loss may be apart
 

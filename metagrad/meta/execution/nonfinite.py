@@ -21,11 +21,11 @@ from metagrad.core import _torch
 from metagrad.core._torch import Function
 from metagrad.core.capture import AutocastState
 from metagrad.core.substitution import Slots
-from metagrad.core.tree import plus, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from metagrad.core.tree import Params, plus, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from metagrad.meta.inner.loop import Adaptation, Evaluation
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.hyperparameters import hyperparameters_in, with_hyperparameters
-from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules import Rule
 
 Nonfinite = Literal["raise", "skip"]
 T = TypeVar("T")

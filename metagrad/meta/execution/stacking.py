@@ -18,8 +18,8 @@ from metagrad.core import _torch
 from metagrad.core._torch import named_modules
 from metagrad.core.budget import BudgetError
 from metagrad.core.checks import warn
+from metagrad.core.tree import Params
 from metagrad.meta.objective.vmap import NotStackableError
-from metagrad.optim.rules import Params
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EVERYWHERE: Any = torch.nn.modules.module

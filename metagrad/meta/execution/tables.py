@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from metagrad.core._torch import named_modules
 from metagrad.core.structured import Nested, call_on
-from metagrad.core.tree import tree_map
+from metagrad.core.tree import Params, tree_map
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.objective.norms import NormPass
 from metagrad.meta.objective.tasks import num_tasks
 from metagrad.meta.objective.vmap import call_with
-from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules import Rule
 from metagrad.sparse.tables.touched import find_tables, touched_rows
 
 

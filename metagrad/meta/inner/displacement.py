@@ -10,10 +10,10 @@ from torch import Tensor
 
 from metagrad.core import _torch
 from metagrad.core._torch import Function
-from metagrad.core.tree import constants, tree_map
+from metagrad.core.tree import Params, constants, tree_map
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.objective.tasks import Tasks
-from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules import Rule
 from metagrad.sparse.tables.embedding import over
 
 

@@ -19,11 +19,11 @@ from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.norms import composite_norms
 from metagrad.core.structured import Nested, Structured
-from metagrad.core.tree import Tree, as_variable, constants, detached, tree_map, zeros_for_none
+from metagrad.core.tree import Params, Tree, as_variable, constants, detached, tree_map, zeros_for_none
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, TaskLoss
 from metagrad.meta.objective.tasks import Tasks, num_tasks, task_squares, with_task_axis
-from metagrad.optim.rules import Params, Rule, with_batch_ndim
+from metagrad.optim.rules import Rule, with_batch_ndim
 from metagrad.sparse.tables.embedding import embedding, over
 
 

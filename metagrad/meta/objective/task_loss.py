@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from metagrad.core import _torch
 from metagrad.core._torch import named_modules
 from metagrad.core.structured import Nested, restored, structured
-from metagrad.core.tree import tree_map
+from metagrad.core.tree import LossFn, Params, tree_map
 from metagrad.meta.objective.norms import NormPass
 from metagrad.meta.objective.tasks import num_tasks, stacked
 from metagrad.meta.objective.vmap import (
@@ -27,10 +27,6 @@ from metagrad.meta.objective.vmap import (
     losses_stacked,
     values_for,
 )
-from metagrad.optim.rules import Params
-
-LossFn = Callable[[Any, Any], Tensor]
-"""What the model returns and the targets, of one task, to a scalar."""
 
 Loss = Callable[..., tuple[Tensor, Nested]]
 """Parameters, inputs, targets (and a :class:`NormPass`) to losses (one, or one for each task) and predictions."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.structured import Nested, Structured, arguments
-from metagrad.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten, widened
-from metagrad.optim.rules import Params
+from metagrad.core.tree import Params, tree_flatten, tree_leaves, tree_map, tree_unflatten, widened
 
 
 class ExamplesLike(Protocol):

@@ -28,9 +28,8 @@ from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import unfused_attention
 from metagrad.core.structured import Nested, Structured, call_on, restored, structured
 from metagrad.core.substitution import replaced
-from metagrad.core.tree import widened
+from metagrad.core.tree import Params, widened
 from metagrad.meta.objective.norms import Moments, NormCalls, NormPass
-from metagrad.optim.rules import Params
 from metagrad.sparse.tables.table_proxy import LocalRows, SharedTable
 
 T = TypeVar("T")

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.tree import Params
 from metagrad.optim.arithmetic import minus_quotient, plus_scaled, root
 from metagrad.optim.hyperparameters import check_hyperparameter, is_used
 from metagrad.optim.per_parameter import PerParameter, Values
-from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
 
 
 class AdagradState(NamedTuple):

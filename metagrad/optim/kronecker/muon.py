@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import check_choice, check_count, is_sequence, refuse
+from metagrad.core.tree import Params
 from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.per_axis import AxisMatrices
 from metagrad.optim.per_parameter import Values
-from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 

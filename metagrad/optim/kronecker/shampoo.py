@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import check_count
+from metagrad.core.tree import Params
 from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.matrix_roots import inverse_root
@@ -22,7 +23,7 @@ from metagrad.optim.kronecker.per_axis import (
     products_along,
 )
 from metagrad.optim.per_parameter import Values
-from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 Matrices: TypeAlias = "tuple[tuple[Tensor, ...], ...]"

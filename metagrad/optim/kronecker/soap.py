@@ -10,12 +10,13 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_count
+from metagrad.core.tree import Params
 from metagrad.optim.arithmetic import average, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.matrix_roots import eigenvectors
 from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, chosen, products_along
 from metagrad.optim.per_parameter import Values
-from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 Matrices = tuple[Tensor, ...]

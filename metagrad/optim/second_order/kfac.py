@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from metagrad.core._torch import averaging_wrapper, linalg
 from metagrad.core.checks import check_choice, check_count, is_a
-from metagrad.core.tree import widened
-from metagrad.optim.rule import Params
+from metagrad.core.tree import Params, widened
 from metagrad.optim.second_order.curvature_optimizer import (
     CurvatureOptimizer,
     WeightedLoss,

@@ -12,7 +12,7 @@ from torch import Tensor
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import backward, linalg, to_list
 from metagrad.core.checks import check_choice, check_count
-from metagrad.optim.rule import Params
+from metagrad.core.tree import Params
 from metagrad.optim.second_order.curvature_optimizer import LossRecorder, options_of
 from metagrad.optim.second_order.vector import VectorOptimizer, flat, split
 from metagrad.optim.torch_optim.optimizer import ParameterGroups, Work

@@ -13,12 +13,11 @@ from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_choice
-from metagrad.core.tree import HALF, widened
+from metagrad.core.tree import HALF, Params, widened
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.solvers.cg import ConjugateGradients
 from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.curvature.solvers.solution import Result
-from metagrad.optim.rule import Params
 from metagrad.optim.second_order.curvature_optimizer import (
     LossRecorder,
     NotedLoss,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from metagrad.core.capture import RandomState
-from metagrad.core.tree import widened
-from metagrad.optim.rule import Params
+from metagrad.core.tree import Params, widened
 from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer
 from metagrad.optim.torch_optim.optimizer import Group, Work, as_number
 

@@ -17,8 +17,9 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core.checks import check_choice, warn
 from metagrad.core.modules import refuse_sharded
+from metagrad.core.tree import Params
 from metagrad.optim.per_parameter import check_real
-from metagrad.optim.rule import Params, documented_fields, with_arguments
+from metagrad.optim.rule import documented_fields, with_arguments
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
 from metagrad.optim.torch_optim.state import Change, ParameterState, keeping_dtypes, step_whole
 from metagrad.sparse.tables.row_sparse import RowSparse

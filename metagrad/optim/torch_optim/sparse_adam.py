@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from metagrad.core.tree import Params
 from metagrad.optim.first_order.adam import AdamRule
-from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer, Work
 from metagrad.optim.torch_optim.sparse_gradients import step_rows
 from metagrad.optim.torch_optim.state import Change

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import pytree
-from metagrad.core.tree import tree_leaves, widened
-from metagrad.optim.rule import Params, Rule
+from metagrad.core.tree import Params, tree_leaves, widened
+from metagrad.optim.rule import Rule
 
 ParameterState: TypeAlias = dict[str, Any]
 """What an optimizer keeps of one parameter: the ``step`` that it is at, and a tensor or tree for each slot."""

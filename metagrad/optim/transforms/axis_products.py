@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metagrad.core.tree import Params
 from metagrad.optim.kronecker.per_axis import axis_product
 from metagrad.optim.per_parameter import checked_gradients
-from metagrad.optim.rule import Params, RuleNode
+from metagrad.optim.rule import RuleNode
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from metagrad.optim.rule import Params, Rule, RuleNode, Transform
+from metagrad.core.tree import Params
+from metagrad.optim.rule import Rule, RuleNode, Transform
 
 
 class ChainState(NamedTuple):

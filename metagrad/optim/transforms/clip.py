@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.core.tree import widened
+from metagrad.core.tree import Params, widened
 from metagrad.optim.arithmetic import root
 from metagrad.optim.hyperparameters import at_step, check_hyperparameter
 from metagrad.optim.per_parameter import checked_gradients
-from metagrad.optim.rule import Hyperparameter, Params, RuleNode
+from metagrad.optim.rule import Hyperparameter, RuleNode
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 

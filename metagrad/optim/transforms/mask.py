@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from metagrad.optim.rule import Params, Rule, RuleNode
+from metagrad.core.tree import Params
+from metagrad.optim.rule import Rule, RuleNode
 from metagrad.optim.transforms.chain import check_rule
 
 

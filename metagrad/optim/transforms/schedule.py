@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.tree import Params
 from metagrad.optim.hyperparameters import count
-from metagrad.optim.rule import Hyperparameter, Params, Rule, RuleNode
+from metagrad.optim.rule import Hyperparameter, Rule, RuleNode
 from metagrad.optim.transforms.chain import check_rule
 
 

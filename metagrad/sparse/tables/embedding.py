@@ -13,7 +13,7 @@ from metagrad.core._torch import to_list
 from metagrad.core.tree import widened
 from metagrad.sparse.tables.row_sparse import HOLE, gather_rows
 
-Mode = Literal["mean", "sum", "max"]
+Pooling = Literal["mean", "sum", "max"]
 
 
 def embedding(ids: Tensor, table: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def embedding_bag(
     offsets: Tensor | None,
     table: Tensor,
     *,
-    mode: Mode = "mean",
+    mode: Pooling = "mean",
     per_sample_weights: Tensor | None = None,
     padding_idx: int | None = None,
 ) -> Tensor:
@@ -145,7 +145,7 @@ def check_bags(
     call: str, ids: Tensor, offsets: Tensor | None, mode: str, per_sample_weights: Tensor | None
 ) -> None:
     """Refuse what ``F.embedding_bag`` refuses."""
-    if mode not in get_args(Mode):
+    if mode not in get_args(Pooling):
         raise ValueError(f'{call}: mode must be "mean", "sum" or "max", got {mode!r}.')
     if ids.ndim != (2 if offsets is None else 1):
         expected = "[bags, n] without offsets" if offsets is None else "1-d with offsets"
