@@ -128,19 +128,6 @@ def test_vmap_is_a_loop(case):
 
 
 @kinds
-def test_a_checkpoint_sees_what_is_no_argument(case):
-    args = arguments(case, SMALL)
-    leaves = tensors(args)
-
-    def of_closure(leaves):
-        operands = rebuilt(args, leaves)
-        return stored(mg.checkpoint(lambda: case.sparse(*operands)))
-
-    plain = derivatives(lambda leaves: stored(case.sparse(*rebuilt(args, leaves))), leaves, 2)
-    torch.testing.assert_close(derivatives(of_closure, leaves, 2), plain)
-
-
-@kinds
 def test_an_unroll_on_sparse_state_has_one_gradient_in_every_memory_mode(case):
     args = arguments(case, SMALL)
 

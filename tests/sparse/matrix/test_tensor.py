@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.func import vmap
-from torch.utils import _pytree as pytree
 
-import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor, softmax
 from metagrad.sparse.matrix.parameter import Parameter
 from tests.sparse.cases import ELEMENTWISE
@@ -48,20 +46,6 @@ def test_gradients_are_on_the_same_pattern():
     assert a.values.grad.tolist() == [1, 2, 3]
     with pytest.raises(TypeError, match="a gradient must be a SparseTensor on the same Pattern, or None"):
         a.grad = DENSE
-
-
-def test_trees_take_and_return_it():
-    a = matrix(torch.float64, requires_grad=True)
-    leaves, spec = pytree.tree_flatten({"w": a})
-    assert leaves == [a.values]
-    assert pytree.tree_unflatten(leaves, spec)["w"].pattern is PATTERN
-    grads = mg.grad((a.to_dense() ** 3).sum(), {"w": a}, create_graph=True)
-    assert isinstance(grads["w"], SparseTensor)
-    assert grads["w"].pattern is PATTERN
-    again = mg.grad((grads["w"].values ** 3).sum(), {"w": a})
-    assert torch.allclose(again["w"].values, 3 * (3 * a.values**2) ** 2 * 6 * a.values)
-    under_func = torch.func.grad(lambda w: (w.to_dense() ** 3).sum())(a.detach())
-    assert torch.equal(under_func.values, grads["w"].values)
 
 
 def test_copies_that_share_and_copies_that_do_not():
@@ -232,9 +216,7 @@ def test_dropout_zeroes_scales_and_masks_the_gradient():
         (lambda: 1 / A, TypeError, r"x / a: .*its zeros would divide.*with_values\(1 / a.values\)"),
         (lambda: A + 1, ValueError, r"a \+ b: a number is added to every cell.*with_values\(a.values \+ 1\)"),
         (lambda: torch.ones(2, 3) @ A, ValueError, r"x @ a: a is \(2, 3\), so x must be \[\.\.\., 2\], got"),
-        (lambda: np.ones((2, 2)) @ A, TypeError, r"x @ a: x must be a tensor, got ndarray"),
         (lambda: A @ np.ones(3), TypeError, r"a @ b: b must be a SparseTensor, got ndarray.*from_scipy"),
-        (lambda: A * (1 + 2j), TypeError, r"a \* b: b must be a SparseTensor, got complex"),
         (lambda: torch.relu(A), TypeError, r"torch's relu does not take a SparseTensor.*\.to_dense\(\)"),
         (lambda: A**0, ValueError, r"a \*\* exponent: exponent must be positive, got 0: .*a\.values\*\*0"),
         (lambda: A**A, TypeError, r"exponent must be a number, got SparseTensor"),

@@ -12,6 +12,7 @@ from metagrad.core.substitution import replaced
 from metagrad.sparse.tables.embedding import embedding, embedding_bag
 from metagrad.sparse.tables.table_proxy import LocalRows
 from metagrad.sparse.tables.touched import find_tables, touched_rows
+from tests.sparse.bags import bags
 
 V, D = 40, 3
 
@@ -55,22 +56,6 @@ def swap_tables(model, params, *, sparse, batch, stacked=False):
     return SwappedTables(local, rows, model, stacked)
 
 
-class Pair(nn.Module):
-    """Looks one table up twice, another once, in nested modules and in different widths."""
-
-    def __init__(self, num_rows=V, **options):
-        super().__init__()
-        torch.manual_seed(0)
-        self.user = nn.Embedding(num_rows, D, **options)
-        self.nested = nn.ModuleDict({"item": nn.Embedding(num_rows, 2)})
-        self.body = nn.Sequential(nn.Linear(2 * D + 2, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.double()
-
-    def forward(self, ids):
-        first, second = self.user(ids[..., 0]), self.user(ids[..., 1])
-        return self.body(torch.cat([first, second, self.nested["item"](ids[..., 0] // 2)], -1))
-
-
 class Bags(nn.Module):
     def __init__(self, **options):
         super().__init__()
@@ -96,8 +81,6 @@ class OurOwn(nn.Module):
 IDS = torch.tensor([[3, 5], [5, 3], [7, 3], [39, 0]])
 OFFSETS = torch.tensor([0, 3, 3, 6])
 CASES = {
-    "two tables": (Pair, ["user.weight", "nested.item.weight"], (IDS,)),
-    "padding": (lambda: Pair(padding_idx=3), ["user.weight"], (IDS,)),
     "metagrad's lookups": (OurOwn, ["table"], (IDS,)),
     "bag sum": (lambda: Bags(mode="sum", padding_idx=3), ["bag.weight"], (IDS,)),
     "bag max": (lambda: Bags(mode="max", padding_idx=3), ["bag.weight"], (IDS,)),
@@ -111,35 +94,19 @@ CASES = {
 
 
 class DenseBag(nn.EmbeddingBag):
-    """``nn.EmbeddingBag`` of 2-d ids or offsets, written out, since torch's own has no second derivative."""
+    """``nn.EmbeddingBag`` of 2-d ids or offsets, written out."""
 
     def forward(self, ids, offsets=None):
         if offsets is None:
-            bags = list(ids)
-        else:
-            ends = offsets[1:].tolist() + ([] if self.include_last_offset else [len(ids)])
-            bags = [ids[start:end] for start, end in zip(offsets.tolist(), ends, strict=False)]
-        rows = []
-        for bag in bags:
-            vectors = (
-                self.weight[bag[bag != self.padding_idx]]
-                if self.padding_idx is not None
-                else self.weight[bag]
-            )
-            if not len(vectors):
-                rows.append(self.weight.new_zeros(D))
-            else:
-                rows.append(getattr(vectors, {"sum": "sum", "mean": "mean", "max": "amax"}[self.mode])(0))
-        return torch.stack(rows)
+            ids, offsets = ids.flatten(), torch.arange(0, ids.numel(), ids.shape[1])
+        starts = offsets[:-1] if self.include_last_offset else offsets
+        return bags(ids, starts, self.weight, mode=self.mode, padding_idx=self.padding_idx)
 
 
 def dense_twin(model):
     """The same model with lookups whose dense derivatives are right."""
     if isinstance(model, Bags):
         model.bag.__class__ = DenseBag
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.sparse = False
     return model
 
 
