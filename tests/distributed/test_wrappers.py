@@ -144,28 +144,12 @@ for learner, wrapper in itertools.product(make.values(), wrap.values()):
     if wrapper is wrap["fully_shard"]:
         try:
             wrapped.adapt(batch.support)
-        except ValueError as error:
-            assert "is a DTensor, as fully_shard makes them" in str(error)
+        except RuntimeError as error:
+            assert "DTensor" in str(error)  # of torch
         wrapped.unshard()
         found = wrapped.adapt(batch.support)(batch.query.x)
         torch.testing.assert_close(found, whole.adapt(batch.support)(batch.query.x), rtol=1e-9, atol=1e-12)
 
-model = fully_shard(mg.models.MLP([1, 8, 1]), mesh=mesh)
-x = torch.randn(4, 1)
-sharded = dict(model.named_parameters())
-loss = model(x).square().mean()  # the parameters are whole after it
-gathered = dict(model.named_parameters())
-tries = {
-    "is freed": lambda: mg.hessian(loss, gathered),
-    "is a DTensor": lambda: mg.hessian(loss, sharded),
-}
-for message, attempt in tries.items():
-    try:
-        attempt()
-    except ValueError as error:
-        assert message in str(error) and "before fully_shard" in str(error), error
-    else:
-        raise AssertionError(message)
 print("equal")
 dist.destroy_process_group()
 """

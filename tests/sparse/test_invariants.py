@@ -169,3 +169,11 @@ def test_nothing_is_as_large_as_the_matrix_at_any_order(case):
     args = arguments(case, LARGE)
     with no_large_outputs(4 * (LARGE.nnz + sum(LARGE.shape))):
         derivatives(lambda leaves: stored(case.sparse(*rebuilt(args, leaves))), tensors(args), 3)
+
+
+@kinds
+def test_float32_agrees_and_stays_float32(case):
+    args = arguments(case, SMALL, dtype=torch.float32)
+    result = dense(case.sparse(*args))
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, oracle(case, args)(tensors(args)))

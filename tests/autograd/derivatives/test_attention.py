@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -69,18 +68,6 @@ def test_maml(problem, options):
     for found, p in zip(maml.model.parameters(), params.values(), strict=True):
         torch.testing.assert_close(found.grad, p.grad)
     assert permitted() == before
-
-
-def test_stacked_tasks_of_first_order_attend_together(problem):
-    """Torch warns where its vmap calls an operation for each task."""
-    model, _, xs, ys = problem
-    found = []
-    for chunk in (None, 1):
-        maml = mg.FOMAML(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=2, task_chunk=chunk)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            found.append(torch.autograd.grad(maml(((xs, ys), (xs, ys))).loss, list(model.parameters())))
-    torch.testing.assert_close(*found)
 
 
 def test_products_with_hessians_and_gauss_newton_matrices(problem):

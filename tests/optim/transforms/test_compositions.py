@@ -10,6 +10,7 @@ from metagrad.optim.rules import (
     chain,
     clip_by_norm,
     mask,
+    muon,
     schedule,
     sgd,
     with_batch_ndim,
@@ -163,3 +164,13 @@ def test_schedules_that_mean_nothing_are_refused():
     rule = schedule(sgd(0.1), lr=lambda t: 0.1 - t)
     with pytest.raises(ValueError, match=r"sgd\(...\): lr must be at least 0, got -0.9"):
         steps(rule, draw(SHAPES))
+
+
+def test_batch_ndim_reaches_every_rule_that_knows_it():
+    inner = chain(clip_by_norm(1.0), schedule(muon(), lr=Decay(0.1)))
+    rule = with_batch_ndim(mask(inner, "w", other=sgd(0.1)), 1)
+    chained = rule.rule
+    assert chained.transforms[0].batch_ndim == 1
+    assert chained.rule.rule.batch_ndim == 1
+    assert inner.rule.rule.batch_ndim == 0
+    assert with_batch_ndim(rule, 1) is rule

@@ -244,6 +244,7 @@ def derivatives(operation, v):
 def test_sums_of_half_precision_are_accumulated_in_float32(name, dtype):
     """To order two, under the policy's choice of kernels and by gathers alone."""
     operation, v = CASES[name], torch.full((N,), 0.0157).to(dtype)
+    assert operation.ours(v).dtype == dtype
     exact, dense = derivatives(operation.dense, v.double()), derivatives(operation.dense, v)
     found = []
     for threshold, layout in ((0.0, "auto"), (math.inf, "gather")):

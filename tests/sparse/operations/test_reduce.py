@@ -147,3 +147,9 @@ def test_log_weights_of_minus_infinity_are_minus_infinity_and_no_nan_comes_back(
 def test_mistakes_of_softmax_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call(SparseTensor(SCORES_PATTERN, torch.ones(4)))
+
+
+def test_equal_maxima_share_the_gradient():
+    a = matrix(5.0, 5.0, -2.0)
+    assert torch.autograd.grad(a.max(1).sum(), a.values)[0].tolist() == [0.5, 0.5, 1.0]
+    assert torch.autograd.grad(a.max(), a.values)[0].tolist() == [0.5, 0.5, 0.0]

@@ -104,3 +104,14 @@ def test_shots_do_not_take_the_members_that_queries_need():
     of_small = torch.where(support.items < 5, support.labels, -100)  # the class of five has one to spare
     assert all(len(task[task >= 0]) == 1 for task in of_small)
     assert counts.amax() == 10
+
+
+def test_labels_mean_the_same_class_in_support_and_query():
+    support, query = draw_episodes(of_sizes(6, 7, 8, 9), 50, Composition((2, 4), (1, 3), 2), seeded())
+    bounds = torch.tensor([6, 13, 21])
+    for label in range(4):
+        classes = [
+            torch.where(part.labels == label, torch.bucketize(part.items, bounds, right=True), -1).amax(1)
+            for part in (support, query)
+        ]
+        assert torch.equal(*classes)
