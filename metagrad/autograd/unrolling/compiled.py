@@ -194,7 +194,7 @@ def _pull(
         outputs = dissect(_advance(step, count, state, t, args))[0]
         return [outputs[i] for i in given]
 
-    _, pull = torch.func.vjp(results, [tensors[place] for place in places])
+    pull: Any = torch.func.vjp(results, [tensors[place] for place in places])[1]
     return pull(list(cotangents))[0]
 
 
@@ -237,8 +237,8 @@ class _Pulled(Function):
 
 
 _CHANGED = (
-    "unroll(..., compile): a buffer or the mode of a module changed before the backward pass, which runs the steps "
-    "again."
+    "unroll(..., compile): a buffer, the mode or a number of a module changed before the backward pass, which runs "
+    "the steps again."
 )
 
 
@@ -296,7 +296,9 @@ def _again(loop: Loop) -> Loop:
 
 
 def _modes(modules: Sequence[nn.Module]) -> list[object]:
-    return [(module.training, *map(torch.Tensor._version.__get__, module.buffers())) for module in modules]
+    """Return the flags and numbers of modules, and the versions of their buffers."""
+    plain = [{k: v for k, v in vars(m).items() if isinstance(v, (int, float, str))} for m in modules]
+    return [plain, [buffer._version for module in modules for buffer in module.buffers(recurse=False)]]
 
 
 class _Again(Function):

@@ -206,11 +206,20 @@ def test_what_cannot_be_compiled_runs_eagerly_with_one_warning(regression, name)
         results_of(maml, regression)
 
 
-def test_a_model_in_another_mode_before_the_backward_pass_is_refused(regression):
-    maml = pair(CASES["step"])[0]
+@pytest.mark.parametrize(
+    "change",
+    [nn.Module.eval, lambda maml: setattr(maml.model[1], "negative_slope", 0.5)],
+    ids=["mode", "number"],
+)
+def test_a_model_that_changes_before_the_backward_pass_is_refused(regression, change):
+    """The steps run again there, and would compute the derivative of another function."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.LeakyReLU(0.1), nn.Linear(4, 3)).double()
+    maml = pair({**CASES["step"], "model": lambda: model})[0]
     loss = maml(regression).loss
-    maml.eval()
-    with pytest.raises(RuntimeError, match="the mode of a module changed before the backward pass"):
+    change(maml)
+    with pytest.raises(
+        RuntimeError, match="the mode or a number of a module changed before the backward pass"
+    ):
         loss.backward()
 
 
