@@ -73,7 +73,9 @@ def test_two_values_are_two_nodes():
     phi = density(MatrixMap(matrix("step", N)), probes=64, generator=generator())
     masses = phi.weights * (phi.nodes - 1).abs().lt(1e-9)
     assert float(masses.sum(1).mean()) == pytest.approx(0.05, abs=0.01)
-    assert phi.matvecs <= 4 * 64  # the space is invariant after two, up to rounding
+    assert (
+        phi.matvecs <= 8 * 64
+    )  # the space is invariant after two, up to rounding; otherwise there are many more
 
 
 @pytest.mark.parametrize(("value", "n"), [(0.0, 2), (2.0, 50), (-5.0, 1)])
@@ -81,7 +83,8 @@ def test_multiples_of_the_identity_are_one_peak(value, n):
     phi = density(MatrixMap(value * torch.eye(n)), probes=3, generator=generator())
     grid = phi.grid()
     assert float(torch.trapezoid(phi(grid).value, grid)) == pytest.approx(1, abs=1e-3)
-    assert float(grid[phi(grid).value.argmax()]) == pytest.approx(value, abs=phi.sigma)
+    rounding = 16 * torch.finfo(torch.float32).eps * abs(value)  # of a product, and a norm of it
+    assert float(grid[phi(grid).value.argmax()]) == pytest.approx(value, abs=phi.sigma + rounding)
     assert phi.matvecs == 3
 
 
