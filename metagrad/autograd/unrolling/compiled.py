@@ -62,7 +62,8 @@ class Compiler:
 
     def __init__(self, call: str, options: Mapping[str, Any]) -> None:
         self.call, self.options = call, options
-        self.by_steps, self.pulls, self.rule = False, True, None
+        self.by_steps, self.pulls = False, True
+        self.rule: tuple[object, object, tuple[list[Tensor], Structure]] | None = None
         self.reason: str | None = None
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._warned: set[str] = set()
