@@ -135,7 +135,7 @@ def test_wandb_offline_mirrors_every_job_into_its_own_folder(run, tmp_path, monk
     ):
         assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 1
         images = folder.glob("wandb/offline-run-*/files/media/images/plots/*")
-        assert {path.name.partition("_")[0] for path in images} == {"adaptation", "learning", "memory"}
+        assert {path.name.partition("_")[0] for path in images} == {"adaptation", "learning"}
 
 
 def test_a_loss_that_is_not_finite_names_iteration_task_and_step(run, tmp_path):

@@ -72,7 +72,6 @@ CASES = {
     "a loss that learns": {"steps": 2, "loss_fn": Scaled},
     "first order": {"steps": 6, "order": 1},
     "truncate": {"steps": 6, "truncate": 2},
-    "query weights": {"steps": 3, "query_weights": [0.2, 0.3, 0.5]},
     "tolerance": {"steps": 3, "tolerance": 0.5},
 }
 
@@ -112,6 +111,17 @@ def test_compiled_is_eager(regression, name):
     compiled, eager = pair(CASES[name])
     for _ in range(2):
         assert_same(compiled, eager, regression)
+
+
+@pytest.mark.slow
+def test_weighted_query_losses_of_steps_are_eager(regression):
+    compiled, eager = (
+        mg.MAMLPlusPlus(
+            perceptron(), F.mse_loss, steps=3, norm=None, query_weights=[0.2, 0.3, 0.5], compile=compile
+        )
+        for compile in (TRACED, False)
+    )
+    assert_same(compiled, eager, regression)
 
 
 @pytest.mark.parametrize("name", ["one function", slow("steps"), slow("step"), slow("sqrt")])
