@@ -37,9 +37,12 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[-+]?\d+)?(?![\w])")
 
 
 def unit(number: str) -> float:
-    """Return one unit of the last digit of a number as it is printed; 0 for an integer."""
+    """Return one unit of the last digit of a number as it is printed; 0 for an integer.
+
+    Torch prints no digits after the point of tensors that are whole to four of them.
+    """
     digits, _, exponent = number.partition("e")
-    decimals = len(digits.partition(".")[2])
+    decimals = len(digits.partition(".")[2]) or (4 if "." in digits else 0)
     return 10.0 ** (int(exponent or 0) - decimals) if "." in number or exponent else 0.0
 
 
@@ -65,6 +68,8 @@ class NumbersAsNumbers(doctest.OutputChecker):
         ("0.25", "0.27", False),
         ("tensor([ 1.00, -0.00])", "tensor([1.0000, 0.0012])", True),
         ("1e-3", "2e-3", True),
+        ("tensor([2.])", "tensor([2.0001])", True),
+        ("tensor([2.])", "tensor([2.1])", False),
         ("1.0e-3", "2.0e-3", False),
         ("12 steps", "13 steps", False),
         ("0.5 steps", "0.5 products", False),

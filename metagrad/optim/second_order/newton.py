@@ -166,8 +166,8 @@ def conjugate_gradients(
     Example:
         >>> from metagrad.optim.second_order.newton import conjugate_gradients
         >>> found = conjugate_gradients(lambda v: v * torch.tensor([1.0, 4.0]), torch.tensor([2.0, 4.0]))
-        >>> found.x.round(decimals=4), round(found.model, 4), found.steps
-        (tensor([2., 1.]), -4.0, 2)
+        >>> found.x.round(decimals=4), round(found.model, 4)
+        (tensor([2., 1.]), -4.0)
 
     References:
         Hestenes, Stiefel, J. Res. NBS 49, 1952; Martens, "Deep learning via Hessian-free optimization", ICML 2010,

@@ -90,11 +90,11 @@ def test_multiples_of_the_identity(method):
 
 
 def test_an_exact_trace_claims_the_rounding_of_a_sum_of_squares():
-    """eps * sqrt(n) * |A|, and not more: a sum of n terms loses sqrt(n) of an eps, as random errors add up."""
-    A = 3 * torch.eye(400)
+    """A few eps * sqrt(n) * |A|, since random errors of a sum add up so, and not eps * n * |A|, 50 times as much."""
+    A = 3 * torch.eye(2500)
     found = trace(MatrixMap(A), method="xtrace", probes=12, generator=seeded())
-    bound = torch.finfo(A.dtype).eps * 400**0.5 * A.norm()
-    assert 0 < found.stderr <= 4 * bound
+    bound = torch.finfo(A.dtype).eps * 2500**0.5 * A.norm()
+    assert 0 < found.stderr <= 16 * bound
 
 
 # Statistics

@@ -31,4 +31,5 @@ def test_prints_errors_and_coverage_of_every_method_and_spectrum(program):
 
 def test_errors_are_relative_and_medians():
     result = bench.measure(torch.diag(torch.tensor([1.0, 2.0])), "hutchinson", products=2, repeats=3)
-    assert result == bench.Result(error=0.0, coverage=1.0)
+    assert result.error <= 1e-6  # rounding of a sum of two, in float32
+    assert result.coverage == 1.0
