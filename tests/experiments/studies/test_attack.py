@@ -73,10 +73,8 @@ def test_no_paper_loses_its_last_edge(graph):
     attack = attack_on(graph)
     for _ in range(8):
         attack.flip()
-    assert torch.equal(
-        attack.pairs.flatten().bincount(minlength=NODES) > 0,
-        graph.pairs.flatten().bincount(minlength=NODES) > 0,
-    )
+    had, has = (pairs.flatten().bincount(minlength=NODES) > 0 for pairs in (graph.pairs, attack.pairs))
+    assert (has | ~had).all()  # a paper without edges may get one
 
 
 def test_learned_weights_fall_where_subjects_differ(graph):
