@@ -78,6 +78,7 @@ def test_a_newton_step_solves_the_system_of_each_image(model, images):
     """With as many conjugate gradients as pixels, where the scaled Hessian is positive definite."""
     box = Box.around(images.x, 0.01)
     found, _ = newton_step(margin, 2 * SIZE**2, model, images.x, images.y, box)
+    solved = 0
     for i in range(len(images.x)):
         x, y = images.x[i].flatten(), images.y[i : i + 1]
 
@@ -89,9 +90,12 @@ def test_a_newton_step_solves_the_system_of_each_image(model, images):
         W = (room / (g.abs() + 1e-3 * g.abs().mean())).sqrt()
         A = torch.eye(len(x), dtype=x.dtype) + W[:, None] * H * W
         b, e = -W * g, found[i].flatten() / W
-        assert torch.linalg.eigvalsh(A)[0] > 0
+        if torch.linalg.eigvalsh(A)[0] <= 0:
+            continue
+        solved += 1
         is_inside = e.norm() < (1 - 1e-9) * b.norm()
         assert (A @ e - b).norm() <= 0.01 * b.norm() if is_inside else e.norm() <= (1 + 1e-9) * b.norm()
+    assert solved
 
 
 @pytest.mark.parametrize("name", attacks(2))

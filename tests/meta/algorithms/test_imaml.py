@@ -191,7 +191,7 @@ def test_a_learned_proximal_weight_and_a_learned_loss_have_gradients():
             Net().double(),
             Loss(),
             inner=SGD,
-            steps=110,
+            steps=300,
             proximal=nn.Parameter(weight),
             hypergradient=hypergrad.Exact(),
         )

@@ -15,7 +15,7 @@ from tests.marks import covering
 
 def tasks() -> Batch:
     x, labels = torch.randn(60, 3, dtype=torch.float64), torch.arange(60) % 5
-    return FewShot((x, labels), ways=(2, 4), shots=(1, 3), queries=2).sample(3)
+    return FewShot((x, labels), ways=(2, 4), shots=(1, 3), queries=2).sample(7)
 
 
 def model() -> nn.Module:
