@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_IN_THE_CORE = {
-    "hydra",
-    "omegaconf",
-    "wandb",
-    "matplotlib",
-    "scipy",
-    "pytest",
-}  # torch itself imports tqdm
+NOT_IN_THE_CORE = {"hydra", "omegaconf", "wandb", "matplotlib", "scipy", "pytest"}
 
 
 def run(*command: str | Path, **environment: str) -> str:
