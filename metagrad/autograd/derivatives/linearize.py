@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
-from metagrad.autograd.derivatives.recorded import Recorded, Together, recorded_gradient
+from metagrad.autograd.derivatives.recorded import BatchedVjp, JacobianGraph, recorded_gradient
 from metagrad.core import _torch
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.tape import is_differentiated
@@ -66,10 +66,10 @@ class Linearization:
             ``create_graph``.
     """
 
-    def __init__(self, loss: Tensor, params: Tree, recorded: Recorded, *, create_graph: bool) -> None:
-        self._recorded: Recorded | None = recorded
+    def __init__(self, loss: Tensor, params: Tree, recorded: JacobianGraph, *, create_graph: bool) -> None:
+        self._recorded: JacobianGraph | None = recorded
         self._spec = tree_flatten(params)[1]
-        self._together = Together()
+        self._batched = BatchedVjp()
         gradient = tree_unflatten(zeros_for_none(recorded.outputs, recorded.inputs), self._spec)
         self.loss: Tensor = loss if create_graph else loss.detach()
         self.gradient: Tree = gradient if create_graph else tree_map(torch.Tensor.detach, gradient)
@@ -120,7 +120,7 @@ class Linearization:
     ) -> None:
         self.close()
 
-    def _stack(self, recorded: Recorded, vectors: Sequence[Tensor], chunk: int) -> list[Tensor]:
+    def _stack(self, recorded: JacobianGraph, vectors: Sequence[Tensor], chunk: int) -> list[Tensor]:
         """Multiply stacks: on the tape one by one, for derivatives of what vmap has batched are not always right."""
         if recorded.on_tape:
             rows = [recorded.pull(row) for row in zip(*vectors, strict=True)]
@@ -136,9 +136,9 @@ class Linearization:
             return torch.cat([part.reshape(*rows.shape[:-1], -1) for part in found], -1)
 
         flat = torch.cat([v.reshape(len(v), -1) for v in vectors], 1)
-        return split(self._together.rows(product, flat, chunk))
+        return split(self._batched.rows(product, flat, chunk))
 
-    def _read(self, recorded: Recorded, v: Tree) -> tuple[list[Tensor], bool]:
+    def _read(self, recorded: JacobianGraph, v: Tree) -> tuple[list[Tensor], bool]:
         vectors, structure = tree_flatten(v)
         if structure != self._spec:
             raise ValueError(
@@ -156,7 +156,7 @@ class Linearization:
         return vectors, count is not None
 
     def _refuse_nonfinite(
-        self, recorded: Recorded, vectors: Sequence[Tensor], products: Sequence[Tensor]
+        self, recorded: JacobianGraph, vectors: Sequence[Tensor], products: Sequence[Tensor]
     ) -> None:
         if _torch.functorch_is_active() or is_finite(products):
             return

@@ -18,7 +18,7 @@ from metagrad.memory.storages import Ledger, StorageMode
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
-class Recorded:
+class JacobianGraph:
     r"""Outputs :math:`z(\theta)` with their graph, for any number of products with their Jacobian :math:`J`.
 
     .. math:: \mathrm{pull}(u) = J^\top u = \nabla_\theta \langle z, u \rangle, \qquad
@@ -83,12 +83,12 @@ class Recorded:
         """Multiply the transposed Jacobian in other tensors of the graph; None where nothing depends on one."""
         return graph_vjp(self.outputs, others, cotangents, create_graph=self.on_tape, retain_graph=True)
 
-    def block(self, places: Sequence[int], *, is_symmetric: bool) -> Recorded:
+    def block(self, places: Sequence[int], *, is_symmetric: bool) -> JacobianGraph:
         """Return the columns of some parameters, by number; of a symmetric matrix, their diagonal block."""
         outputs = [self.outputs[i] for i in places] if is_symmetric else self.outputs
         names = list(self.params)
         params = {names[i]: self.inputs[i] for i in places}
-        part = Recorded(self.call, outputs, params, create_graph=self._create_graph)
+        part = JacobianGraph(self.call, outputs, params, create_graph=self._create_graph)
         if not is_symmetric:
             cotangents, products = self._record()
             part._transposed = TransposedProduct(cotangents, [products[i] for i in places])
@@ -116,7 +116,7 @@ class Recorded:
         return self._transposed
 
 
-def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bool = False) -> Recorded:
+def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bool = False) -> JacobianGraph:
     """Return the gradient of a loss with its graph, for products with the Hessian.
 
     Args:
@@ -137,7 +137,7 @@ def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bo
     refuse_freed(call, named)
     refuse_unused(call, {name: part is not None for name, part in zip(named, parts, strict=True)})
     _refuse_sparse(call, named, parts)
-    return Recorded(call, parts, named, create_graph=create_graph)
+    return JacobianGraph(call, parts, named, create_graph=create_graph)
 
 
 def checked_leaves(call: str, params: Tree) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ _CPU_CACHE = 4 * 2**20
 _FEWEST_ON_CPU = 8
 
 
-class Together:
+class BatchedVjp:
     """Runs products one by one or batched: as many as fit into a chunk, if batching is possible and faster.
 
     The first product is measured.

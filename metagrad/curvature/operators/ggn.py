@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from metagrad.autograd.derivatives.recorded import Recorded, refuse_order
+from metagrad.autograd.derivatives.recorded import JacobianGraph, refuse_order
 from metagrad.core._torch import gradients_or_none
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.tape import graph_nodes
@@ -116,7 +116,7 @@ class GaussNewtonOperator(GraphOperator):
         """The gradient of the loss, flat."""
         self._refuse_closed()
         params = self._recorded.params
-        of_loss = Recorded("gradient", [self._source], params, create_graph=self._create_graph)
+        of_loss = JacobianGraph("gradient", [self._source], params, create_graph=self._create_graph)
         return self.space.join(of_loss.pull([torch.ones_like(self._source)]))
 
     def _multiplier(self, places: Sequence[int] | None) -> Callable[[list[Tensor], bool], list[Tensor]]:
@@ -170,7 +170,7 @@ def loss_hessian(evaluation: ModelEvaluation) -> OutputMatrix:
     return lambda vectors, batched: [known.hessian_product(vectors[0])]
 
 
-def _hessian_by_autodiff(evaluation: ModelEvaluation) -> Recorded:
+def _hessian_by_autodiff(evaluation: ModelEvaluation) -> JacobianGraph:
     problem, on_tape = evaluation.problem, evaluation.problem.create_graph
     with torch.enable_grad():
         outputs = [z.view_as(z) if on_tape else z.detach().requires_grad_() for z in evaluation.outputs]
@@ -186,7 +186,7 @@ def _hessian_by_autodiff(evaluation: ModelEvaluation) -> Recorded:
             loss, outputs, torch.ones_like(loss), create_graph=True, allow_unused=True
         )
     named = {f"output {i}": z for i, z in enumerate(outputs)}
-    return Recorded(problem.call, gradients, named, create_graph=on_tape)
+    return JacobianGraph(problem.call, gradients, named, create_graph=on_tape)
 
 
 def fisher_of_outputs(evaluation: ModelEvaluation) -> OutputMatrix:

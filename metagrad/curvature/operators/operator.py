@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import Recorded, Together
+from metagrad.autograd.derivatives.recorded import BatchedVjp, JacobianGraph
 from metagrad.core import _torch
 from metagrad.core.checks import is_a, is_mapping
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
@@ -380,7 +380,7 @@ class GraphOperator(Operator):
     """
 
     def __init__(
-        self, space: ParameterSpace, loss: Tensor, recorded: Recorded, *, chunk: int, create_graph: bool
+        self, space: ParameterSpace, loss: Tensor, recorded: JacobianGraph, *, chunk: int, create_graph: bool
     ) -> None:
         super().__init__(space)
         self.loss: Tensor = loss if create_graph else loss.detach()
@@ -388,7 +388,7 @@ class GraphOperator(Operator):
         self._recorded = recorded
         self._chunk = chunk
         self._create_graph = create_graph
-        self._together = Together()
+        self._batched = BatchedVjp()
 
     @property
     def gradient(self) -> Tensor:
@@ -398,7 +398,7 @@ class GraphOperator(Operator):
     @property
     def num_together(self) -> int:
         """How many products are computed together."""
-        return self._together.most(self._chunk, self.device)
+        return self._batched.most(self._chunk, self.device)
 
     def _multiplier(self, places: Sequence[int] | None) -> Callable[[list[Tensor], bool], list[Tensor]]:
         """Return what multiplies coordinates, or stacks of them; ``places`` are the parameters of a block."""
@@ -422,7 +422,7 @@ class GraphOperator(Operator):
         if self._recorded.on_tape:
             # Derivatives of what vmap has batched are not always right (torch 2.13: layer_norm, batch_norm).
             return torch.stack([product(row, False) for row in vectors])
-        return self._together.rows(product, vectors, self._chunk)
+        return self._batched.rows(product, vectors, self._chunk)
 
     def _free(self) -> None:
         self.loss = self.loss.detach()

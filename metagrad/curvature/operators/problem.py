@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.derivatives.grad import check_loss
-from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves, refuse_order, refuse_unused
+from metagrad.autograd.derivatives.recorded import JacobianGraph, checked_leaves, refuse_order, refuse_unused
 from metagrad.core.checks import check_function
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.norms import every_order
@@ -84,7 +84,7 @@ class ModelProblem:
         outputs = [known.output] if known is not None else self._differentiable(output)
         if self.create_graph:
             refuse_order(self.call, outputs, list(named.values()), 3)
-        recorded = Recorded(self.call, outputs, named, create_graph=self.create_graph)
+        recorded = JacobianGraph(self.call, outputs, named, create_graph=self.create_graph)
         return ModelEvaluation(self, batch, loss, output, outputs, known, recorded)
 
     def _pair(self, batch: Tree) -> tuple[Tree, Tree]:
@@ -162,7 +162,7 @@ class ModelEvaluation:
     output: Tree
     outputs: list[Tensor]
     known: OutputLoss | None
-    recorded: Recorded
+    recorded: JacobianGraph
 
     def output_of(self, outputs: Sequence[Tensor]) -> Tree:
         """Put other tensors into the places of those that depend on the parameters in what the model returned."""

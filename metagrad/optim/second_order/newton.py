@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
-from metagrad.autograd.derivatives.recorded import Recorded
+from metagrad.autograd.derivatives.recorded import JacobianGraph
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_choice
 from metagrad.core.tree import HALF, Params, widened
@@ -64,18 +64,20 @@ class Curvature:
     ) -> None:
         self._params, self._passes, self._matrix, self._scale = params, passes, matrix, scale
         self._is_half = any(p.dtype in HALF for p in params.values())
-        self._parts: list[tuple[Recorded, WeightedLoss | None]] = []
+        self._parts: list[tuple[JacobianGraph, WeightedLoss | None]] = []
         for one in passes:
             own = {key: p for key, p in params.items() if p in one.grads}
             if own and matrix == "hessian":
                 with torch.enable_grad():  # one cotangent has fewer checks than one for each parameter
                     gradient = torch.cat([one.grads[p].reshape(-1) for p in own.values()])
-                self._parts.append((Recorded("opt.step", [gradient], own), None))
+                self._parts.append((JacobianGraph("opt.step", [gradient], own), None))
             elif own:
                 for loss in one.losses:
                     behind = set(leaves_behind(loss.loss.output))
                     used = {key: p for key, p in own.items() if p in behind}
-                    self._parts += [(Recorded("opt.step", [loss.loss.output], used), loss)] if used else []
+                    self._parts += (
+                        [(JacobianGraph("opt.step", [loss.loss.output], used), loss)] if used else []
+                    )
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Multiply a vector; in half precision at size one, where it cannot vanish or its product overflow."""
@@ -100,7 +102,9 @@ class Curvature:
         found = self._scale * flat(total.get(key, torch.zeros_like(p)) for key, p in self._params.items())
         return found if size is None else size * found
 
-    def _product(self, recorded: Recorded, loss: WeightedLoss | None, v: Sequence[Tensor]) -> list[Tensor]:
+    def _product(
+        self, recorded: JacobianGraph, loss: WeightedLoss | None, v: Sequence[Tensor]
+    ) -> list[Tensor]:
         if loss is None:
             return recorded.pull([torch.cat([each.reshape(-1) for each in v])])
         (pushed,) = recorded.push(v)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from metagrad.autograd.derivatives.recorded import Recorded, Together, recorded_gradient
+from metagrad.autograd.derivatives.recorded import BatchedVjp, JacobianGraph, recorded_gradient
 from metagrad.memory.storages import Ledger, StorageMode
 
 
@@ -25,7 +25,7 @@ def product_of(loss, w):
 def test_pull_and_push_are_products_with_the_jacobian():
     w = torch.randn(3, dtype=torch.float64, requires_grad=True)
     A = torch.randn(5, 3, dtype=torch.float64)
-    recorded = Recorded("test", [(A @ w).sin()], {"w": w})
+    recorded = JacobianGraph("test", [(A @ w).sin()], {"w": w})
     J = (A @ w.detach()).cos()[:, None] * A
     torch.testing.assert_close(recorded.pull([torch.eye(5).double()], True)[0], J)
     torch.testing.assert_close(recorded.push([torch.eye(3).double()], True)[0], J.t())
@@ -36,10 +36,10 @@ def test_a_chunk_bounds_the_working_memory():
     w, x = torch.randn(64, 8, requires_grad=True), torch.randn(200, 64)
     product, _ = product_of((x @ w).tanh().sum(), w)
     vectors = torch.randn(64, w.numel())
-    together = Together()
+    batched = BatchedVjp()
     for chunk in (200_000, 1_000_000):
         with StorageMode(ledger := Ledger(torch.device("cpu"))):
-            together.rows(product, vectors, chunk)
+            batched.rows(product, vectors, chunk)
         assert ledger.peak <= 1.5 * chunk + vectors.nbytes
 
 
@@ -69,5 +69,5 @@ def test_what_cannot_be_batched_is_multiplied_one_by_one(layer):
     product, _ = product_of(Looks.apply(w).sin().sum() if layer == "custom" else fn(w), w)
     vectors = torch.randn(9, 24, dtype=torch.float64)
     expected = torch.func.jacrev(torch.func.jacrev(fn))(w.detach()).reshape(24, 24)
-    found = Together().rows(product, vectors, 2**26)
+    found = BatchedVjp().rows(product, vectors, 2**26)
     torch.testing.assert_close(found, vectors @ expected, rtol=1e-9, atol=1e-12)
