@@ -1,106 +1,94 @@
-"""What is wrong, missing or costly about the derivatives of a model, before it is trained."""
+"""``preflight``: check the derivatives of a model before training, and measure the memory of one step."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
 from metagrad.core.capture import RandomState
-from metagrad.core.checks import is_a, is_list_or_tuple, is_mapping
+from metagrad.core.checks import check_choice, check_type
 from metagrad.core.modules import ModuleSnapshot, check_substitutable
 from metagrad.core.norms import unfused_attention
-from metagrad.core.structured import restored, structured
+from metagrad.core.structured import structured
 from metagrad.core.tree import LossFn
 from metagrad.memory.tracker import MemoryTracker
 from metagrad.meta.algorithm import Algorithm, MetaOutput
-from metagrad.meta.checks.derivatives import Subject, UnmeasurableError, known_defects, measured_defects
+from metagrad.meta.checks.derivatives import (
+    Subject,
+    UnmeasurableError,
+    first_line,
+    known_defects,
+    measured_defects,
+)
 from metagrad.meta.checks.report import MemoryCost, ModuleFinding, Preflight
 from metagrad.meta.maml import MAML, check_steps
-from metagrad.meta.objective.tasks import BatchLike, Tasks, read_batch, read_examples
+from metagrad.meta.objective.tasks import BatchLike, read_batch, read_examples
 from metagrad.optim import rules
 from metagrad.optim.rules import Rule
 
 _CALL = "preflight(model, loss_fn, batch)"
-_FEW_TASKS = 2
-_MOST_EXAMPLES = 4  # on which derivatives are examined
+_MAX_EXAMPLES = 4  # derivatives are compared on at most so many examples
 _MODES = ("full", "step")
-_UNKNOWN = 2  # meta-steps until the derivative of all that is recomputed is known, and needs less
-_MEASURED = 3  # the most inner steps of a loop that is measured as it is
+_WARM_UP = 2  # meta-steps until a recomputed derivative needs as much memory as in training
+_MEASURED = 3  # a loop of more inner steps is extrapolated
 
 
-@overload
-def preflight(
-    model: Algorithm,
-    loss_fn: BatchLike | Sequence[Any] | Mapping[str, Any],
-    /,
-    *,
-    order: int | None = ...,
-) -> Preflight: ...
-@overload
 def preflight(
     model: nn.Module,
-    loss_fn: LossFn,
-    batch: BatchLike | Sequence[Any] | Mapping[str, Any],
-    *,
-    order: int | None = ...,
-    inner: Rule | None = ...,
-    steps: int | None = ...,
-) -> Preflight: ...
-def preflight(
-    model: Any,
-    loss_fn: Any,
-    batch: Any = None,
+    loss_fn: LossFn | BatchLike | Sequence[Any] | Mapping[str, Any],
+    batch: BatchLike | Sequence[Any] | Mapping[str, Any] | None = None,
     *,
     order: int | None = None,
     inner: Rule | None = None,
     steps: int | None = None,
 ) -> Preflight:
-    r"""Report before training which derivatives of a model are wrong or missing, and the memory of one step.
+    r"""Check a model before training: are its derivatives correct, and how much memory does a step need?
 
-    The operations that the model records are looked up in the table of known defects of torch
-    (:func:`metagrad.autograd.lint`). Every derivative up to the order,
+    The check has two parts. First, every operation of the model is looked up in a table of known PyTorch defects
+    (:func:`metagrad.autograd.lint`). Second, every derivative up to ``order``,
 
     .. math:: \nabla_\theta^k L(\theta), \qquad k = 1, \dots, \mathrm{order},
 
-    is compared with finite differences of the one below (:func:`metagrad.gradcheck`): in float64, along random
-    directions, on at most 4 examples. If a derivative fails, the modules are compared one after the other, and the
-    innermost that fail are named. The model is left as it was: parameters, gradients, buffers, flags and random
-    generators.
+    is compared with finite differences in float64, along random directions, on at most 4 examples
+    (:func:`metagrad.gradcheck`). If a comparison fails, the modules are tested one by one, and the report names the
+    innermost modules that fail. This also finds incorrect custom ``autograd.Function`` classes. The parameters,
+    gradients, buffers, flags and random generators are unchanged afterwards.
 
     Args:
-        model: The model; or a :class:`MAML` or another algorithm, as in ``preflight(maml, batch)``. For MAML the
-            loss of the support examples of a task is examined, for other algorithms their own loss.
-        loss_fn: ``loss_fn(prediction, target)``, a scalar.
-        batch: Inputs and targets ``(x, y)``; or a meta-batch, in the forms that :class:`MAML` takes. A pair of pairs
-            is a meta-batch; several inputs of plain data are a dict.
-        order: The highest derivative of the loss that will be taken, 1 to 3: 2 for the gradient of MAML and Hessian
-            products, 3 for the Hessian of MAML. None is 2, what a :class:`MAML` takes, or 1 for other algorithms.
-        inner: With a meta-batch: the rule of the inner steps, whose memory is to be measured.
-        steps: With a meta-batch: the number of inner steps.
+        model: The model. A :class:`MAML` or another algorithm is also accepted, as in ``preflight(maml, batch)``. For
+            MAML the check examines the support loss of one task, for other algorithms their own loss on the batch.
+        loss_fn: ``loss_fn(prediction, target) -> scalar``.
+        batch: Inputs and targets ``(x, y)``, or a meta-batch in any form that :class:`MAML` accepts. A pair of pairs
+            is a meta-batch. Pass several inputs of plain data as a dict.
+        order: The highest derivative of the loss that you will compute, 1 to 3. Use 2 for MAML and Hessian-vector
+            products, and 3 for the Hessian of a MAML objective. The default is the order that a :class:`MAML` needs,
+            2 for a loss function, and 1 for other algorithms.
+        inner: The functional optimizer of the inner steps, if ``batch`` is a meta-batch.
+        steps: The number of inner steps, if ``batch`` is a meta-batch.
 
     Returns:
-        A report with ``ok``, ``findings``, ``memory``, ``notes`` and ``raise_for_errors()``; its ``str`` is a table.
-        The memory of a meta-batch is that of one outer step for ``memory="full"`` and ``"step"``. It is measured on
-        at most three inner steps, and every further step adds what the third one adds. For plain data there is a row
-        for each order.
+        A report with ``ok``, ``findings``, ``memory``, ``notes`` and ``raise_for_errors()``. Its ``str`` is a table.
+        For a meta-batch, ``memory`` is the cost of one outer step with ``memory="full"`` and ``"step"``. It is
+        measured on at most 3 inner steps and extrapolated to more. For plain data, it has one row per order.
 
     Raises:
-        ValueError: ``order`` is not 1 to 3, ``inner`` or ``steps`` is given alone or without a meta-batch, no
-            parameter requires grad, or the loss depends on none or is no scalar.
-        TypeError: ``model`` is not a module, or the batch has another form.
+        ValueError: If ``order`` is not 1 to 3, ``inner`` or ``steps`` is given alone or for plain data, no parameter
+            requires grad, or the loss is not a scalar that depends on the parameters.
+        TypeError: If ``model`` is not a module, or the batch has another form.
 
     Example:
         >>> class Square(torch.autograd.Function):
         ...     @staticmethod
         ...     def forward(ctx, x):
-        ...         ctx.x = x  # a constant to the backward pass: the second derivative is lost
+        ...         ctx.x = x  # a constant in the backward pass, so the second derivative is lost
         ...         return x**2
         ...     @staticmethod
         ...     def backward(ctx, gradient):
@@ -113,17 +101,16 @@ def preflight(
         >>> [(finding.module, finding.verdict, finding.order) for finding in report.findings], report.ok
         ([('1', 'wrong', 2)], False)
     """
-    request = _request(model, loss_fn, batch, order, inner, steps)
-    with _untouched(request.subject):
-        return _report(request)
+    with _unchanged(model, loss_fn):
+        return _report(_request(model, loss_fn, batch, order, inner, steps))
 
 
 @contextlib.contextmanager
-def _untouched(subject: Subject) -> Generator[None]:
-    """Leave buffers, attributes of modules and random generators as they were; look in grad mode."""
-    # As MAML itself does, second derivatives of attention are taken by the kernel that has them.
+def _unchanged(*parts: object) -> Generator[None]:
+    """Enable gradients in a ``with`` block, and restore buffers, attributes and random generators after it."""
     with torch.inference_mode(False), torch.enable_grad():
-        state, generators = ModuleSnapshot(subject.root.modules(), {}, math.inf), RandomState()
+        modules = {m: None for part in parts if isinstance(part, nn.Module) for m in part.modules()}
+        state, generators = ModuleSnapshot(modules, {}, math.inf), RandomState()
         try:
             yield
         finally:
@@ -132,103 +119,72 @@ def _untouched(subject: Subject) -> Generator[None]:
 
 
 class _Request(NamedTuple):
-    """What is to be looked at.
+    """What the check examines.
 
     Attributes:
-        subject: The loss of a few examples: plain ones, those of a task, or tasks of another algorithm.
-        whole: The loss of all of them.
-        order: Of derivatives.
-        maml: What trains on a meta-batch.
-        tasks: The meta-batch.
-        batch: As it was given.
-        steps: The number of inner steps, if memory is to be measured.
+        part: The loss that is differentiated, on a few examples.
+        whole: The loss of all examples.
+        order: The highest derivative.
+        maml: The algorithm, if the batch is a meta-batch.
+        batch: The meta-batch.
+        steps: The number of inner steps. None if the memory of a meta-batch is not measured.
     """
 
-    subject: Subject
+    part: Subject
     whole: Subject
     order: int
     maml: MAML | None = None
-    tasks: Tasks | None = None
     batch: Any = None
     steps: int | None = None
 
 
 def _request(
-    model: nn.Module,
-    loss_fn: Any,
-    batch: Any,
-    order: int | None,
-    inner: Rule | None,
-    steps: int | None,
+    model: nn.Module, loss_fn: Any, batch: Any, order: int | None, inner: Rule | None, steps: int | None
 ) -> _Request:
-    """Read the arguments."""
+    check_type(f"{_CALL}: model", model, nn.Module)
+    check_substitutable(_CALL, model.modules())
     if isinstance(model, MAML):
         return _of_maml(model, loss_fn if batch is None else batch, order, model.steps)
-    if not is_a(model, nn.Module):
-        raise TypeError(f"{_CALL}: model must be a torch.nn.Module or a MAML, got {type(model).__name__}.")
-    check_substitutable(_CALL, model.modules())
     if batch is None and isinstance(model, Algorithm):
-        return _of_algorithm(model, loss_fn, order)
+        read_batch(loss_fn, _CALL)
+        subject = Subject(model, _meta_loss, structured((loss_fn,), _CALL), torch.zeros(()))
+        return _Request(subject, subject, _checked_order(order, 1))
     if batch is None:
         raise TypeError(
             f"{_CALL}: batch is missing; without a loss, pass a MAML as in preflight(maml, batch)."
         )
-    if (inner is None) != (steps is None):
-        raise ValueError(f"{_CALL}: inner and steps go together; got {inner=}, {steps=}.")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"{_CALL}: no parameter of the model requires grad, so it has no derivative.")
-    if _is_meta_batch(batch):
+    is_meta = _is_meta_batch(batch)
+    if (inner is None) != (steps is None) or (inner is not None and not is_meta):
+        raise ValueError(
+            f"{_CALL}: inner and steps go together, with a meta-batch ((support x, y), (query x, y)); got {inner=}, "
+            f"{steps=} and {'a meta-batch' if is_meta else 'plain data'}."
+        )
+    if is_meta:
         check_steps(_CALL, steps or 0)
         rule = rules.sgd(lr=0.1) if inner is None else inner
-        maml = MAML(model, loss_fn, inner=rule, steps=steps or 0)
-        return _of_maml(maml, batch, order, steps)
-    if inner is not None:
-        raise ValueError(
-            f"{_CALL}: inner and steps are of a meta-batch, ((support x, y), (query x, y)), got plain data."
-        )
+        return _of_maml(MAML(model, loss_fn, inner=rule, steps=steps or 0), batch, order, steps)
     whole = Subject(model, loss_fn, *read_examples(batch, _CALL, "batch"))
-    return _Request(_part(whole), whole, _checked_order(order, 2))
+    return _Request(_small_part(whole), whole, _checked_order(order, 2))
 
 
 def _of_maml(maml: MAML, batch: Any, order: int | None, steps: int | None) -> _Request:
-    tasks = read_batch(batch)
-    first = tasks.select(0)
-    whole = Subject(maml.model, maml.loss_fn, first.support_x, first.support_y)
-    return _Request(_part(whole), whole, _checked_order(order, maml.order), maml, tasks, batch, steps)
+    task = read_batch(batch, _CALL).select(0)
+    whole = Subject(maml.model, maml.loss_fn, task.support_x, task.support_y)
+    return _Request(_small_part(whole), whole, _checked_order(order, maml.order), maml, batch, steps)
 
 
-def _of_algorithm(algorithm: nn.Module, batch: Any, order: int | None) -> _Request:
-    tasks = read_batch(batch)
-    few, whole = (
-        Subject(algorithm, _meta_loss, structured((part,), _CALL), torch.zeros(()))
-        for part in (_batch(tasks.select(slice(0, _FEW_TASKS))), _batch(tasks))
-    )
-    return _Request(few, whole, _checked_order(order, 1), tasks=tasks)
-
-
-def _part(subject: Subject) -> Subject:
-    """Return the loss of a few examples, where these are the first axis of single tensors."""
+def _small_part(subject: Subject) -> Subject:
+    """Return the loss of a few examples, or of all if the model does not accept fewer."""
     x, y = subject.x, subject.y
-    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.ndim and y.ndim and len(x) == len(y):
-        return subject._replace(x=x[:_MOST_EXAMPLES], y=y[:_MOST_EXAMPLES])
-    return subject
-
-
-class _Examples(NamedTuple):
-    x: Any
-    y: Any
-
-
-class _Batch(NamedTuple):
-    """A meta-batch as :class:`Algorithm` says, which is also a pair of pairs."""
-
-    support: _Examples
-    query: _Examples
-
-
-def _batch(tasks: Tasks) -> _Batch:
-    xs, ys, xq, yq = (restored(part) for part in tasks[:4] if part is not None)
-    return _Batch(_Examples(xs, ys), _Examples(xq, yq))
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.ndim and y.ndim and len(x) == len(y)):
+        return subject
+    part = subject._replace(x=x[:_MAX_EXAMPLES], y=y[:_MAX_EXAMPLES])
+    try:
+        with torch.no_grad():
+            part.loss()
+    except Exception:  # of the model: its number of examples is fixed, or it raises for all of them as well
+        return subject
+    return part
 
 
 def _meta_loss(out: MetaOutput, target: Tensor) -> Tensor:
@@ -236,81 +192,58 @@ def _meta_loss(out: MetaOutput, target: Tensor) -> Tensor:
 
 
 def _checked_order(order: int | None, default: int) -> int:
-    if order is None:
-        return default
-    if isinstance(order, bool) or order not in range(1, HIGHEST_ORDER + 1):
-        raise ValueError(f"{_CALL}: order must be from 1 to {HIGHEST_ORDER}, got {order!r}.")
-    return order
+    order = default if order is None else order
+    return check_choice("preflight(..., order)", order, range(1, HIGHEST_ORDER + 1))
 
 
 def _is_meta_batch(batch: Any) -> bool:
-    if is_mapping(batch):
-        return set(batch) == {"support", "query"}
-    if all(hasattr(batch, name) for name in ("support", "query")):
-        return True
-    return is_list_or_tuple(batch) and len(batch) == 2 and all(map(_are_examples, batch))
-
-
-def _are_examples(part: Any) -> bool:
-    if is_mapping(part):
-        return set(part) == {"x", "y"}
-    return (is_list_or_tuple(part) and len(part) == 2) or all(hasattr(part, name) for name in "xy")
+    try:
+        return bool(read_batch(batch, _CALL))
+    except TypeError:
+        return False
 
 
 def _report(request: _Request) -> Preflight:
-    subject, order = request.subject, request.order
-    with contextlib.nullcontext() if request.maml is None else unfused_attention():
-        found, notes = _derivatives(subject, order)
-        found += _slow(request)
-        memory: dict[str, MemoryCost] = {}
+    part, order, maml = request.part, request.order, request.maml
+    # The second derivative of attention needs the kernel that MAML uses as well.
+    with contextlib.nullcontext() if maml is None else unfused_attention():
+        findings, notes = known_defects(part, order), list[str]()
         try:
-            memory |= {name: measure() for name, measure in _measures(request).items()}
+            findings += measured_defects(part, order, findings)
+        except UnmeasurableError as error:
+            notes.append(f"nothing was compared with finite differences, since {error}.")
+        findings += [] if maml is None else _loop_findings(maml, request.batch)
+        try:
+            memory = _memory(request)
         except Exception as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            notes.append(f"the memory was not measured: {line}")
-    name, orders = type(subject.model).__name__, "order 1" if order == 1 else f"orders 1 to {order}"
-    tasks = "" if request.tasks is None else f", {request.tasks.count} tasks"
-    return Preflight(f"Derivatives of {orders} of {name}{tasks}", order, tuple(found), memory, tuple(notes))
+            memory = {}
+            notes.append(f"the memory was not measured: {first_line(error)}")
+    if memory and maml is not None and (request.steps or 0) > _MEASURED:
+        notes.append(f"the memory was extrapolated from {_MEASURED} steps.")
+    name, orders = type(part.model).__name__, "order 1" if order == 1 else f"orders 1 to {order}"
+    return Preflight(f"Derivatives of {orders} of {name}", order, tuple(findings), memory, tuple(notes))
 
 
-def _derivatives(subject: Subject, order: int) -> tuple[list[ModuleFinding], list[str]]:
-    found = known_defects(subject, order)
-    try:
-        return [*found, *measured_defects(subject, order, found)], []
-    except UnmeasurableError as error:
-        return found, [f"nothing was compared with finite differences, since {error}."]
-
-
-def _slow(request: _Request) -> list[ModuleFinding]:
-    """Return what a meta-batch warns of: that its tasks run one by one."""
-    if request.maml is None:
-        return []
+def _loop_findings(maml: MAML, batch: Any) -> list[ModuleFinding]:
+    """Return the warnings of a meta-batch whose tasks run sequentially."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        request.maml.keeping("full")(request.batch, steps=min(request.maml.steps, 1))
-    kind = type(request.maml.model).__name__
-    return [
-        ModuleFinding("", kind, 1, "slower", str(w.message), "")
-        for w in caught
-        if "one by one" in str(w.message)
-    ]
+        maml.keeping("full")(batch, steps=min(maml.steps, 1))
+    texts = [str(w.message) for w in caught if "one by one" in str(w.message)]
+    return [ModuleFinding("", type(maml.model).__name__, 1, "slower", text, "") for text in texts]
 
 
-def _measures(request: _Request) -> dict[str, Callable[[], MemoryCost]]:
-    """Return what measures each row of the memory table."""
-    if request.maml is None or request.tasks is None:
-        whole = request.whole
-        return {
-            f"order {k}": lambda k=k: _measured(lambda: _nested(whole, k), whole.params)
-            for k in range(1, request.order + 1)
-        }
-    if request.steps is None:
-        return {}
-    return {mode: lambda mode=mode: _meta_cost(request, mode) for mode in _MODES}
+def _memory(request: _Request) -> dict[str, MemoryCost]:
+    """Return the rows of the memory table."""
+    whole, maml, steps = request.whole, request.maml, request.steps
+    if maml is None:
+        orders = range(1, request.order + 1)
+        return {f"order {k}": _cost(functools.partial(_nested, whole, k), whole.params) for k in orders}
+    return {} if steps is None else {mode: _meta_cost(maml, mode, request.batch, steps) for mode in _MODES}
 
 
 def _nested(subject: Subject, order: int) -> Tensor:
-    """Return a scalar whose gradient is a derivative of an order."""
+    """Return a scalar whose gradient is a derivative of this order."""
     value = subject.loss()
     for _ in range(order - 1):
         grads = torch.autograd.grad(value, subject.params, create_graph=True, materialize_grads=True)
@@ -318,30 +251,26 @@ def _nested(subject: Subject, order: int) -> Tensor:
     return value
 
 
-def _meta_cost(request: _Request, mode: Any) -> MemoryCost:
-    """Return the cost of an outer step, in which every inner step after the second adds what the third does."""
-    maml, steps = request.maml, request.steps
-    assert maml is not None
-    assert steps is not None
+def _meta_cost(maml: MAML, mode: Any, batch: Any, steps: int) -> MemoryCost:
+    """Return the cost of an outer step. Each inner step after the second is assumed to cost what the third adds."""
     if steps <= _MEASURED:
-        return _meta_step(maml, mode, request.batch, steps)
-    second, third = (_meta_step(maml, mode, request.batch, n) for n in (2, 3))
+        return _measured_step(maml, mode, batch, steps)
+    second, third = (_measured_step(maml, mode, batch, n) for n in (2, 3))
     more = (steps if maml.truncate is None else min(maml.truncate, steps)) - 2
     return MemoryCost(*(two + more * (three - two) for two, three in zip(second, third, strict=True)))
 
 
-def _meta_step(maml: MAML, mode: Any, batch: Any, steps: int) -> MemoryCost:
+def _measured_step(maml: MAML, mode: Any, batch: Any, steps: int) -> MemoryCost:
     probe, params = maml.keeping(mode), [p for p in maml.parameters() if p.requires_grad]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        probe(batch, steps=min(steps, 1))
-        for _ in range(0 if mode == "full" else _UNKNOWN):
+        for _ in range(_WARM_UP):
             torch.autograd.grad(probe(batch, steps=steps).loss, params, allow_unused=True)
-        return _measured(lambda: probe(batch, steps=steps).loss, params)
+        return _cost(lambda: probe(batch, steps=steps).loss, params)
 
 
-def _measured(forward: Callable[[], Tensor], params: Sequence[Any]) -> MemoryCost:
-    """Measure a scalar and its gradient, from what is in use before."""
+def _cost(forward: Callable[[], Tensor], params: Sequence[Any]) -> MemoryCost:
+    """Measure the memory of a scalar and its gradient, in addition to what was in use before."""
     with MemoryTracker(params[0].device) as tracker:
         with tracker.phase("forward"):
             value = forward()

@@ -1,4 +1,4 @@
-"""The report of preflight: what is wrong or missing, and what a step costs."""
+"""The report of ``preflight``: incorrect or missing derivatives, and the memory of a step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ModuleFinding(NamedTuple):
     """One finding of :func:`preflight`.
 
     Attributes:
-        module: The path of the module, as in ``model.named_modules()``. It is empty for what the model computes
-            between its modules, and ``"loss_fn(...)"`` for the loss.
+        module: The path of the module, as in ``model.named_modules()``. It is empty for operations between modules,
+            and ``"loss_fn(...)"`` for the loss.
         kind: The class of the module, or the name of the loss.
         order: The first derivative of the loss that is affected.
-        verdict: ``"wrong"`` (silently), ``"missing"`` (an error) or ``"slower"`` (correct at another cost).
-        reason: What happens.
-        remedy: What to do.
+        verdict: ``"wrong"`` (silently), ``"missing"`` (an error) or ``"slower"`` (correct, but expensive).
+        reason: A sentence that says what happens.
+        remedy: A sentence that says what to change.
     """
 
     module: str
@@ -44,27 +44,28 @@ class ModuleFinding(NamedTuple):
 
 
 class MemoryCost(NamedTuple):
-    """Bytes of a step in addition to those of model and data.
+    """Memory of a step in bytes, in addition to the model and the data.
 
     Attributes:
-        held: Bytes stored for the derivative at the end of the forward pass.
-        peak: The most bytes at any time.
+        stored: Bytes that the derivative needs at the end of the forward pass.
+        peak: Maximum number of bytes at any time.
     """
 
-    held: int
+    stored: int
     peak: int
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """The report of :func:`metagrad.preflight`; its ``str`` is a table.
+    """The report of :func:`metagrad.preflight`. Its ``str`` is a table.
 
     Attributes:
-        title: What was examined.
-        order: The highest derivative that was examined.
-        findings: One :class:`ModuleFinding` for each defect.
-        memory: The cost of a step: by ``memory=`` mode for a meta-batch, by ``"order 1"`` and so on for plain data.
-        notes: What could not be examined.
+        title: The model and the orders that were checked.
+        order: The highest derivative that was checked.
+        findings: One :class:`ModuleFinding` for each problem.
+        memory: The cost of a step. The keys are values of ``memory=`` for a meta-batch, and ``"order 1"`` and so on
+            for plain data.
+        notes: Remarks about the check, such as parts that were not possible.
     """
 
     title: str
@@ -75,14 +76,14 @@ class Preflight:
 
     @property
     def ok(self) -> bool:
-        """Whether no derivative is known to be wrong or missing."""
+        """Whether no derivative is wrong or missing."""
         return not any(finding.is_error for finding in self.findings)
 
     def raise_for_errors(self) -> None:
         """Raise if a derivative is wrong or missing.
 
         Raises:
-            MissingDerivative: With a line for each.
+            MissingDerivative: With one line for each finding.
         """
         errors = [f"preflight: {finding}" for finding in self.findings if finding.is_error]
         if errors:
@@ -94,11 +95,11 @@ class Preflight:
             parts.append(f"{f.verdict:<8} {f.order}  {f.module or '(the model)'}  {f.kind}")
             parts.append(_wrapped(f"{f.reason} {f.remedy}", "    "))
         if not self.findings:
-            parts.append("No finding.")
+            parts.append("No problems found.")
         if self.memory:
             parts.append("Memory of a step in addition to the model and the data:")
         for name, cost in self.memory.items():
-            parts.append(f"  {name:<8} held {format_bytes(cost.held)}, peak {format_bytes(cost.peak)}")
+            parts.append(f"  {name:<8} stored {format_bytes(cost.stored)}, peak {format_bytes(cost.peak)}")
         return "\n".join([*parts, *(_wrapped(f"Note: {note}", "  ") for note in self.notes)])
 
 

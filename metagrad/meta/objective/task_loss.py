@@ -81,7 +81,7 @@ class TaskLoss:
         prediction = self.under(norms).call(params, x)
         self._check_examples(prediction, y, num_axes=0)
         loss = self.loss_fn(prediction, restored(y))
-        self._check_loss(loss, num_axes=0)
+        self.check_loss(loss, num_axes=0)
         return loss, structured(prediction, RESULT)
 
     def stacked(
@@ -91,7 +91,7 @@ class TaskLoss:
         predictions = self.under(norms).call_stacked(params, x)
         self._check_examples(predictions, y, num_axes=1)
         losses = losses_stacked(self.loss_fn, predictions, y)
-        self._check_loss(losses, num_axes=1)
+        self.check_loss(losses, num_axes=1)
         return losses, predictions
 
     def predict(self, params: Params, x: Nested, chunk: int) -> Nested:
@@ -140,7 +140,8 @@ class TaskLoss:
                 f"{tuple(y.shape[num_axes:])}; torch would broadcast one to the other. Give both the same shape."
             )
 
-    def _check_loss(self, loss: object, num_axes: int) -> None:
+    def check_loss(self, loss: object, num_axes: int = 0) -> None:
+        """Raise unless ``loss_fn`` returned one floating-point number per task."""
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"{self.name}(model, loss_fn): loss_fn must return a tensor, got {type(loss).__name__}."
