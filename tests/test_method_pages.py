@@ -37,7 +37,7 @@ def test_every_method_has_a_page_with_a_figure_and_a_row(family):
 
 def test_the_families_have_what_the_library_exports():
     assert {"MAML", "iMAML", "ProtoNet", "KFAC", "LBFGS", "SparseAdam"} <= set(NAMES)
-    assert not {"HeadAlgorithm", "Adapted", "least_squares"} & set(NAMES)
+    assert not {"HeadAlgorithm", "AdaptedModel", "least_squares"} & set(NAMES)
     assert len(NAMES) == len(set(NAMES)) == len({picture(family, method, 0) for family, method in METHODS})
 
 

@@ -62,7 +62,7 @@ def load(shots: int, queries: int) -> tuple[Tabular, Tabular, int]:
     students = np.random.default_rng(0).permutation(np.unique(columns["student"])).tolist()
     fifth = len(students) // 5
     tasks = {"train": students[fifth:], "test": students[:fifth]}
-    options = {"task": "student", "x": {"lecturer": "lecturer"}, "y": "rating", "small": "skip"}
+    options = {"task_column": "student", "x": {"lecturer": "lecturer"}, "y": "rating", "on_small": "skip"}
     train, test = (
         Tabular(columns, shots=shots, queries=queries, tasks=tasks, split=split, **options) for split in tasks
     )

@@ -67,7 +67,7 @@ class Journal(Silent):
 
     def memory(self, tracker: mg.MemoryTracker) -> None:
         """Write the memory of the first steps."""
-        write_text(self.folder / MEMORY, f"{tracker.table()}\n\n{tracker.verdict()}\n")
+        write_text(self.folder / MEMORY, f"{tracker.table()}\n\n{tracker.summary()}\n")
         rows = (json.dumps(record.as_dict()) + "\n" for record in tracker.records())
         write_text((self.folder / MEMORY).with_suffix(".jsonl"), "".join(rows))
 

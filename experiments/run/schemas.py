@@ -208,9 +208,9 @@ TASKS: dict[str, type[Task]] = {
         "folder": "FewShot",
         "gaussian_process": "GaussianProcess",
         "harmonic": "Harmonic",
-        "linear": "Linear",
+        "lines": "Lines",
         "sinusoid_or_line": "SinusoidOrLine",
-        "step": "Step",
+        "step_functions": "StepFunctions",
         "tabular": "Tabular",
     }.items()
 }

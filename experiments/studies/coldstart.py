@@ -97,14 +97,14 @@ class Ratings(NamedTuple):
         """Return the students of a part who have as many ratings."""
         return Tabular(
             self.columns,
-            task="student",
+            task_column="student",
             x={name: name for name in INPUTS},
             y="score",
             shots=shots,
             queries=queries,
             tasks=self.students,
             split=part,
-            small="skip",
+            on_small="skip",
         )
 
     def of(self, part: str) -> dict[str, Tensor]:

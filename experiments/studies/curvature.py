@@ -40,7 +40,7 @@ class Quantities:
     probes: int = key("Products for the trace, and as many for each layer.", least=6)
     eigenvalues: int = key("How many of the largest eigenvalues.")
     rtol: float = key("Tolerance of eigenvalues, relative to the norm of the matrix.")
-    max_products: int = key("Products at most; eigenvalues found by then are taken, with their bounds.")
+    max_matvecs: int = key("Products at most; eigenvalues found by then are taken, with their bounds.")
     density_steps: int = key("Lanczos steps, products for each probe of the density.")
     density_probes: int = key("Probes of the density.")
 
@@ -117,7 +117,7 @@ def measure(operator: Operator, config: Quantities, seed: int) -> tuple[dict[str
     for name, trace in traces.items():
         low, high = trace.interval(0.95)
         metrics |= {f"trace/{name}": trace.value.item(), f"trace/{name}_ci95": (high - low).item() / 2}
-    options: dict[str, Any] = {"vectors": False, "generator": generator, "max_products": config.max_products}
+    options: dict[str, Any] = {"vectors": False, "generator": generator, "max_matvecs": config.max_matvecs}
     pairs = operator.eigenvalues(config.eigenvalues, rtol=config.rtol, **options)
     for i, (value, bound) in enumerate(zip(pairs.values, pairs.residuals, strict=True), start=1):
         metrics |= {f"eigenvalue/{i}": value.item(), f"eigenvalue/{i}_residual": bound.item()}

@@ -2,7 +2,7 @@
 
 from metagrad.curvature.estimators.diagonal import diagonal
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.estimators.probes import sample_probes
 from metagrad.curvature.estimators.trace import trace
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.averaged import Averaged
@@ -14,7 +14,7 @@ from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.curvature.solvers.nystrom import nystrom
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
 from metagrad.curvature.solvers.solve import solve
-from metagrad.curvature.spectrum.density import Density, density
+from metagrad.curvature.spectrum.density import Density, spectral_density
 from metagrad.curvature.spectrum.eigenvalues import Eigenpairs, eigenvalues
 from metagrad.curvature.spectrum.log_determinant import log_determinant
 from metagrad.curvature.spectrum.quadrature import trace_of
@@ -30,16 +30,16 @@ __all__ = [
     "Result",
     "Solution",
     "SolveError",
-    "density",
     "diagonal",
-    "draw",
     "eigenvalues",
     "fisher",
     "ggn",
     "hessian",
     "log_determinant",
     "nystrom",
+    "sample_probes",
     "solve",
+    "spectral_density",
     "trace",
     "trace_of",
 ]

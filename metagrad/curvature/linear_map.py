@@ -36,7 +36,7 @@ class LinearMap(Protocol):
         """The device of vectors and products."""
         ...
 
-    def products(self, vectors: Tensor) -> Tensor:
+    def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply each row of ``vectors``, shape [num_vectors, n], giving rows of the same shape."""
         ...
 
@@ -67,10 +67,10 @@ def refuse_half(call: str, dtype: torch.dtype) -> None:
 
 def checked_size(call: str, operator: LinearMap) -> int:
     """Return n of an n x n map of floating point numbers."""
-    for name in ("shape", "dtype", "device", "products"):
+    for name in ("shape", "dtype", "device", "multiply"):
         if not hasattr(operator, name):
             raise TypeError(
-                f"{call}: operator must be a linear map with shape, dtype, device and products; "
+                f"{call}: operator must be a linear map with shape, dtype, device and multiply; "
                 f"{type(operator).__name__} has no {name}."
             )
     shape = tuple(operator.shape)
@@ -83,10 +83,10 @@ def checked_size(call: str, operator: LinearMap) -> int:
 
 def shaped_products(call: str, operator: LinearMap, vectors: Tensor) -> Tensor:
     """Multiply rows, and see that the products have the shape of the vectors."""
-    products = operator.products(vectors)
+    products = operator.multiply(vectors)
     if products.shape != vectors.shape:
         raise ValueError(
-            f"{call}: operator.products must keep the shape {tuple(vectors.shape)} of its vectors, got "
+            f"{call}: operator.multiply must keep the shape {tuple(vectors.shape)} of its vectors, got "
             f"{tuple(products.shape)}."
         )
     return products

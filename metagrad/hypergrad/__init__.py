@@ -1,9 +1,9 @@
 """Hypergradients: derivatives of a loss at the minimum of another one."""
 
-from metagrad.hypergrad.attach import attach
 from metagrad.hypergrad.bilevel import bilevel
 from metagrad.hypergrad.differences import FiniteDifference
 from metagrad.hypergrad.hypergradient import hypergradient
+from metagrad.hypergrad.implicit_diff import implicit_diff
 from metagrad.hypergrad.inverses import CG, Exact, FirstOrder, Neumann, Nystrom
 from metagrad.hypergrad.problem import Method
 from metagrad.hypergrad.unroll import Unroll
@@ -17,7 +17,7 @@ __all__ = [
     "Neumann",
     "Nystrom",
     "Unroll",
-    "attach",
     "bilevel",
     "hypergradient",
+    "implicit_diff",
 ]

@@ -38,10 +38,10 @@ class FiniteDifference:
 
     Args:
         lr: The rate :math:`\xi` of the inner step, 0 or more; 0 leaves the second term out: first-order DARTS.
-        length: :math:`\epsilon` times the norm of the gradient of f.
+        epsilon: Distance :math:`\epsilon` of the two points, times the norm of the gradient of f.
 
     Raises:
-        ValueError: ``lr`` is negative, or ``length`` not above 0.
+        ValueError: ``lr`` is negative, or ``epsilon`` not above 0.
 
     Example:
         >>> metagrad.hypergradient(
@@ -54,16 +54,16 @@ class FiniteDifference:
 
     References:
         Liu, Simonyan, Yang, "DARTS: differentiable architecture search", ICLR 2019, equations 7 and 8, and section
-        2.3 (0.01 for ``length``).
+        2.3 (0.01 for ``epsilon``).
     """
 
     lr: float
     _: KW_ONLY
-    length: float = 0.01
+    epsilon: float = 0.01
 
     def __post_init__(self) -> None:
         check_number("FiniteDifference(lr)", self.lr, 0.0)
-        check_positive("FiniteDifference(..., length)", self.length)
+        check_positive("FiniteDifference(..., epsilon)", self.epsilon)
 
     def estimate(self, problem: Problem) -> Derivative:
         """Take the step, and two gradients beside it."""
@@ -90,13 +90,13 @@ class FiniteDifference:
         norm = linalg.vector_norm(torch.stack([linalg.vector_norm(v) for v in direction.values()]))
         if not bool(norm > 0):
             return zeros_for_none([None] * len(hyper), hyper)
-        epsilon = self.length / norm
+        distance = self.epsilon / norm
         ends: list[list[Tensor | None]] = []
         for sign in (1, -1):
-            at = {name: v.detach() + sign * epsilon * direction[name] for name, v in values.items()}
+            at = {name: v.detach() + sign * distance * direction[name] for name, v in values.items()}
             ends.append(_gradients(problem.inner, at, hyper)[len(values) :])
         differences = [minus(a, b) for a, b in zip(*ends, strict=True)]
-        return [None if d is None else d / (2 * epsilon) for d in differences]
+        return [None if d is None else d / (2 * distance) for d in differences]
 
 
 def _gradients(

@@ -41,7 +41,7 @@ _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAG
 
 @dataclass(frozen=True)
 class ImplicitMethod:
-    """A method that is an inverse of the Hessian of the inner loss; :func:`attach` takes it too.
+    """A method that is an inverse of the Hessian of the inner loss; :func:`implicit_diff` takes it too.
 
     Attributes:
         is_exact: Whether it solves the system but for its ``damping``, so that the derivative may be differentiated.

@@ -203,7 +203,7 @@ class Nystrom(ImplicitMethod):
         rank = min(self.rank, operator.shape[0])
         found = nystrom(operator, rank, generator=self.generator)
         u = found.inverse(self.damping)(b[None])[0]
-        residual = b - operator.products(u[None])[0] - self.damping * u
+        residual = b - operator.multiply(u[None])[0] - self.damping * u
         return _approximation(u, residual, Result.MAX_STEPS, found.matvecs + 1)
 
 

@@ -1,4 +1,4 @@
-"""Records of phases, the table of them, and the verdict: one sentence on what a run's memory does."""
+"""Records of phases, the table of them, and the summary: one sentence on what a run's memory does."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Growth(NamedTuple):
     graph: int
 
 
-def verdict(phases: list[Phase], holder: str, peak: int) -> str:
+def summary(phases: list[Phase], holder: str, peak: int) -> str:
     """Return the sentence; `holder` says in words which phase the run's `peak` (bytes) is due to."""
     parts = (_on_inner(phases), _on_outer(phases), f"the peak is {format_bytes(peak)}, {holder}")
     return "; ".join(parts) + "."

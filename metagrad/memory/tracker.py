@@ -12,7 +12,7 @@ import torch
 from metagrad.core.checks import check_choice, check_count, check_type, is_a
 from metagrad.memory.graph import SavedGraph
 from metagrad.memory.phases import AllocatorMeter, Phase, PhaseStack, label
-from metagrad.memory.report import Record, format_bytes, table, verdict
+from metagrad.memory.report import Record, format_bytes, summary, table
 from metagrad.memory.storages import Ledger, StorageMode
 
 _ORDER = "close phases in the reverse order of opening (a suspended generator keeps its phase open)."
@@ -82,7 +82,7 @@ class MemoryTracker:
         [(0, 2048, 4096), (2048, 4096, 4096), (4096, 6144, 4096)]
         >>> mem.peak
         8192
-        >>> print(mem.verdict().split(";")[0])
+        >>> print(mem.summary().split(";")[0])
         Each inner step adds 2.00 KiB, 0 B of it held by the graph
 
     References:
@@ -189,7 +189,7 @@ class MemoryTracker:
         """
         return table(self.records(), check_count("MemoryTracker.table(last)", last, optional=True))
 
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """Return one sentence: bytes per inner step and how many the graph holds, freed or leaked, and the peak.
 
         *Bytes per inner step* are the median growth from the end of one inner step to the end of the next; with a
@@ -200,7 +200,7 @@ class MemoryTracker:
         """
         if self._run is None:
             return "The tracker was not opened."
-        return verdict(self._run.closed_phases(), self._peak_holder(self._run), self._run.peak)
+        return summary(self._run.closed_phases(), self._peak_holder(self._run), self._run.peak)
 
     @contextlib.contextmanager
     def _inside(self, step: tuple[str, int | None]) -> Generator[None]:

@@ -1,6 +1,6 @@
 """Meta-learning algorithms: MAML, and heads on a shared embedding."""
 
-from metagrad.meta.algorithm import Adapted, Algorithm, MetaOutput
+from metagrad.meta.algorithm import AdaptedModel, Algorithm, MetaOutput
 from metagrad.meta.algorithms.anil import ANIL, BOIL
 from metagrad.meta.algorithms.cavia import CAVIA
 from metagrad.meta.algorithms.fomaml import FOMAML
@@ -24,7 +24,7 @@ __all__ = [
     "FOMAML",
     "MAML",
     "R2D2",
-    "Adapted",
+    "AdaptedModel",
     "Algorithm",
     "HeadAlgorithm",
     "MAMLPlusPlus",

@@ -40,7 +40,7 @@ class Algorithm(Protocol):
         """
         ...
 
-    def adapt(self, support: Any, *, steps: int | None = None) -> Adapted:
+    def adapt(self, support: Any, *, steps: int | None = None) -> AdaptedModel:
         """Adapt to the support examples of every task; ``x`` and ``y``, ``[tasks, shots, ...]``."""
         ...
 
@@ -72,7 +72,7 @@ class MetaOutput:
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedModel:
     """A model adapted to a batch of tasks; call it on inputs ``[tasks, n, ...]``.
 
     Attributes:
@@ -105,12 +105,12 @@ class Adapted:
             ValueError: The number of tasks is another than the model was adapted to.
         """
         num_tasks = self.support_losses.shape[0]
-        inputs = arguments(x, "Adapted(x): x")
+        inputs = arguments(x, "AdaptedModel(x): x")
         is_single = isinstance(inputs, Tensor)
         for tensor in tree_leaves(inputs):
             if tensor.ndim < 1 + is_single or tensor.shape[0] != num_tasks:
                 raise ValueError(
-                    f"Adapted(x): the model was adapted to {num_tasks} tasks, so x must be [{num_tasks}, n, ...], "
-                    f"got {tuple(tensor.shape)}."
+                    f"AdaptedModel(x): the model was adapted to {num_tasks} tasks, so x must be "
+                    f"[{num_tasks}, n, ...], got {tuple(tensor.shape)}."
                 )
         return restored(self.predict(self.params, inputs))

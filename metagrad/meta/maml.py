@@ -20,7 +20,7 @@ from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.tape import is_on_the_tape, is_transformed
 from metagrad.core.tree import LossFn, Params
-from metagrad.meta.algorithm import Adapted, MetaOutput
+from metagrad.meta.algorithm import AdaptedModel, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
 from metagrad.meta.execution.stacking import Stacking
@@ -243,7 +243,7 @@ class MAML(nn.Module):
 
     def adapt(
         self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
-    ) -> Adapted:
+    ) -> AdaptedModel:
         """Adapt to every task's support examples.
 
         Args:
@@ -269,7 +269,7 @@ class MAML(nn.Module):
             predict = functools.partial(inner.objective.predict, chunk=chunk)
         # A ``functional_call`` may have ended when the adapted model is called.
         predict = functools.partial(_predicted, Slots([self.model]), predict)
-        return Adapted(params, losses, used, skipped, predict, rows)
+        return AdaptedModel(params, losses, used, skipped, predict, rows)
 
     def keeping(self, memory: Memory) -> MAML:
         """Return one of the same modules and arguments that stores something else, and compiles nothing."""

@@ -8,11 +8,11 @@ from metagrad.tasks.regression import (
     Functions,
     GaussianProcess,
     Harmonic,
-    Linear,
+    Lines,
     Regression,
     Sinusoid,
     SinusoidOrLine,
-    Step,
+    StepFunctions,
 )
 from metagrad.tasks.tabular import Tabular
 
@@ -26,12 +26,12 @@ __all__ = [
     "GaussianProcess",
     "Harmonic",
     "ImageFolders",
-    "Linear",
+    "Lines",
     "Omniglot",
     "Regression",
     "Sinusoid",
     "SinusoidOrLine",
-    "Step",
+    "StepFunctions",
     "Tabular",
     "TaskDistribution",
 ]

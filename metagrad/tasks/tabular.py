@@ -36,7 +36,7 @@ class Tabular:
     Args:
         table: The path of a CSV file, also relative to `$METAGRAD_DATA`; a mapping from names to columns; or
             a data frame.
-        task: The column whose values are the tasks.
+        task_column: The column whose values are the tasks.
         x: What a model gets. A list of columns of numbers makes [tasks, rows, columns] of floating type. The name of
             one column makes [tasks, rows]: ids, where it holds integers or text, which is numbered in sorted
             order. A mapping from the names of a model's arguments to such makes a dict of them.
@@ -49,7 +49,7 @@ class Tabular:
         tasks: Values of the task column to use; or lists of them by the name of the split; None is all.
         split: The split that tasks are drawn from. Where nobody has split them, 64, 16 and 20 % are dealt out to
             `"train"`, `"validation"` and `"test"`, always the same ones.
-        small: What becomes of tasks that have too few rows: `"raise"` names them, `"skip"` leaves them out.
+        on_small: What becomes of tasks that have too few rows: `"raise"` names them, `"skip"` leaves them out.
         device: Where the table is kept and tasks are drawn; None is torch's default device.
         dtype: Floating-point type; None is torch's default type.
 
@@ -65,7 +65,7 @@ class Tabular:
 
     Examples:
         >>> table = {"who": [1, 1, 1, 2, 2, 2], "age": [1, 2, 3, 1, 2, 3], "size": [3, 5, 7, 2, 3, 4]}
-        >>> boys = Tabular(table, task="who", x=["age"], y="size", shots=2, queries=1)
+        >>> boys = Tabular(table, task_column="who", x=["age"], y="size", shots=2, queries=1)
         >>> batch = boys.sample(10, generator=torch.Generator().manual_seed(0))
         >>> batch.support.x.shape, batch.query.y.shape
         (torch.Size([10, 2, 1]), torch.Size([10, 1, 1]))
@@ -74,7 +74,7 @@ class Tabular:
     def __init__(
         self,
         table: str | os.PathLike[str] | Mapping[str, Any] | Any,
-        task: str,
+        task_column: str,
         x: Inputs,
         y: str,
         shots: int = 5,
@@ -84,13 +84,13 @@ class Tabular:
         standardize: bool = False,
         tasks: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
         split: str | None = None,
-        small: str = "raise",
+        on_small: str = "raise",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_counts("Tabular", {"shots": shots, "queries": queries})
-        check_choice("Tabular(small)", small, ("raise", "skip"))
-        self.task = task
+        check_choice("Tabular(on_small)", on_small, ("raise", "skip"))
+        self.task_column = task_column
         self.shots = shots
         self.queries = queries
         self.classify = classify
@@ -100,9 +100,11 @@ class Tabular:
         check_float_dtype("Tabular", self.dtype)
         columns = read_columns("Tabular", table)
         self.categories: dict[str, list[Any]] = {}
-        known, codes = np.unique(column_of("Tabular", "task", columns, task), return_inverse=True)
+        known, codes = np.unique(
+            column_of("Tabular", "task_column", columns, task_column), return_inverse=True
+        )
         names = known.tolist()
-        self._choose_tasks(names, codes, tasks, small)
+        self._choose_tasks(names, codes, tasks, on_small)
         rows = self._training_rows(names, codes, tasks) if standardize else None
         self._x = self._inputs(columns, x, rows)
         self._y = self._targets(columns, y, rows)
@@ -112,7 +114,7 @@ class Tabular:
         """What a result must be printed with to be comparable."""
         split = "" if self.split is None else f" of the {self.split} split"
         return (
-            f"Tabular tasks by {self.task!r}, {self.shots} rows to adapt to and {self.queries} to be judged on, "
+            f"Tabular tasks by {self.task_column!r}, {self.shots} support and {self.queries} query rows, "
             f"{len(self.tasks)} tasks{split}"
         )
 
@@ -138,18 +140,18 @@ class Tabular:
     def _examples(self, rows: Tensor) -> Examples:
         return Examples(tree_map(lambda column: column[rows], self._x), self._y[rows])
 
-    def _choose_tasks(self, names: list[Hashable], codes: np.ndarray, wanted: Any, small: str) -> None:
+    def _choose_tasks(self, names: list[Hashable], codes: np.ndarray, wanted: Any, on_small: str) -> None:
         needed = self.shots + self.queries
         chosen = choose_split("Tabular", "tasks", names, wanted, self.split)
         counts = dict(zip(names, np.bincount(codes).tolist(), strict=True))
         self.skipped: list[Hashable] = [name for name in chosen if counts[name] < needed]
         self.tasks: list[Hashable] = [name for name in chosen if counts[name] >= needed]
-        if (self.skipped and small == "raise") or not self.tasks:
+        if (self.skipped and on_small == "raise") or not self.tasks:
             described = ", ".join(f"{name!r} has {counts[name]}" for name in self.skipped[:5])
             raise ValueError(
                 f"Tabular: a task must have shots + queries = {needed} rows, and {len(self.skipped)} of "
                 f"{len(chosen)} have fewer: {described}{', ...' if len(self.skipped) > 5 else ''}. Ask for fewer, "
-                "choose others by tasks=, or pass small='skip'."
+                "choose others by tasks=, or pass on_small='skip'."
             )
         numbers = {name: number for number, name in enumerate(self.tasks)}
         of_names = np.array([numbers.get(name, -1) for name in names])

@@ -28,7 +28,7 @@ class MatrixMap:
     def device(self) -> torch.device:
         return self.matrix.device
 
-    def products(self, vectors: Tensor) -> Tensor:
+    def multiply(self, vectors: Tensor) -> Tensor:
         assert vectors.dim() == 2, "rows of vectors"
         self.matvecs += vectors.shape[0]
         return vectors @ self.matrix.t()
@@ -91,6 +91,6 @@ class DiagonalMap(MatrixMap):
         super().__init__(diagonal.expand(len(diagonal), len(diagonal)))
         self.diagonal = diagonal
 
-    def products(self, vectors: Tensor) -> Tensor:
+    def multiply(self, vectors: Tensor) -> Tensor:
         self.matvecs += vectors.shape[0]
         return vectors * self.diagonal

@@ -26,7 +26,7 @@ class Diagonal:
     def __init__(self, diagonal: torch.Tensor) -> None:
         self.diagonal, self.shape = diagonal, (len(diagonal), len(diagonal))
 
-    def products(self, vectors: torch.Tensor) -> torch.Tensor:
+    def multiply(self, vectors: torch.Tensor) -> torch.Tensor:
         return vectors * self.diagonal
 
 
@@ -37,7 +37,7 @@ class OfRankThree(Diagonal):
         self.shape = (n, n)
         self.signs = torch.randint(0, 2, (3, n), generator=generator()).float() * 2 - 1
 
-    def products(self, vectors: torch.Tensor) -> torch.Tensor:
+    def multiply(self, vectors: torch.Tensor) -> torch.Tensor:
         weights = torch.tensor([1.0, 0.3, 0.1])
         return ((vectors[:, None] * self.signs).sum(-1) * weights) @ self.signs
 

@@ -46,7 +46,7 @@ class SupportMean(torch.nn.Module):
     def adapt(self, support, *, steps=None):
         shift = (support.y - self.model(support.x)).mean(1, keepdim=True) * (steps != 0)
         losses, used = shift.new_zeros(len(shift), 0), torch.zeros(len(shift), dtype=torch.int64)
-        return mg.meta.Adapted(
+        return mg.meta.AdaptedModel(
             {"shift": shift}, losses, used, used.bool(), lambda params, x: self.model(x) + params["shift"]
         )
 

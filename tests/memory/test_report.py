@@ -5,7 +5,7 @@ import torch
 
 from metagrad.memory import MemoryTracker, Record
 from metagrad.memory.phases import Phase
-from metagrad.memory.report import format_bytes, inner_growth, outer_growth, table, verdict
+from metagrad.memory.report import format_bytes, inner_growth, outer_growth, summary, table
 
 
 def record(*path, before=0, after=0, peak=0, graph=0, at_peak=0, device="cpu"):
@@ -84,14 +84,14 @@ def outer_loop(keep_graph, outers=4, inners=3):
 def test_an_outer_loop_that_keeps_graphs_leaks():
     mem = outer_loop(keep_graph=True)
     # A kept meta-loss (8 bytes, state) holds the graph: w_1 .. w_3 and 8 bytes for each inner step.
-    assert "leaked: each outer step leaves 2.38 KiB, 2.37 KiB of it held by the graph" in mem.verdict()
+    assert "leaked: each outer step leaves 2.38 KiB, 2.37 KiB of it held by the graph" in mem.summary()
     assert outer_growth(mem._run.closed_phases()) == [(3 * 808 + 8, 3 * 808)] * 3
 
 
 def test_the_whole_sentence():
     mem = outer_loop(keep_graph=False)
     query = next(record for record in mem.records() if record.name == "query")
-    assert mem.verdict() == (
+    assert mem.summary() == (
         "Each inner step adds 808 B, 808 B of it held by the graph; "
         "freed: each outer step leaves 0 B more than the last; "
         f"the peak is {format_bytes(mem.peak)}, the largest part of it made in outer 0 / query "
@@ -105,7 +105,7 @@ def test_state_that_grows_is_named():
         for step in range(3):
             with mem.outer(step), mem.inner(0):
                 kept.append(torch.zeros(N, dtype=torch.float64))
-    assert mem.verdict() == (
+    assert mem.summary() == (
         "Each inner step adds 800 B, 0 B of it held by the graph; "
         "leaked: each outer step leaves 800 B, 0 B of it held by the graph; "
         "the peak is 2.34 KiB, the largest part of it made in outer 0 / inner 0 (800 B)."
@@ -115,7 +115,7 @@ def test_state_that_grows_is_named():
 def test_an_empty_run():
     with MemoryTracker(device="cpu") as mem:
         pass
-    assert mem.verdict() == (
+    assert mem.summary() == (
         "No inner step was recorded; "
         "fewer than two outer steps were recorded, so it is unknown whether they are freed; "
         "the peak is 0 B, the largest part of it made outside of every phase (0 B)."
@@ -164,7 +164,7 @@ SENTENCES = {
 @pytest.mark.parametrize("name", SENTENCES)
 def test_sentences(name):
     phases, expected = SENTENCES[name]
-    assert expected in verdict(phases, "made up", 0)
+    assert expected in summary(phases, "made up", 0)
 
 
 def test_inner_steps_of_different_parents_and_tasks_are_not_compared():

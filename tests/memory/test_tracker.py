@@ -97,7 +97,7 @@ def test_the_peak_is_attributed_to_the_phases_that_made_it():
     assert at_peak == [0, 0, 1600, 1280, 0]
     assert mem.peak == 2888 == sum(at_peak) + 8 * outside.numel()
     assert (
-        "the peak is 2.82 KiB, the largest part of it made in outer 0 / inner 1 (1.56 KiB)" in mem.verdict()
+        "the peak is 2.82 KiB, the largest part of it made in outer 0 / inner 1 (1.56 KiB)" in mem.summary()
     )
     assert v.numel() + z.numel() == 110
 
@@ -105,10 +105,10 @@ def test_the_peak_is_attributed_to_the_phases_that_made_it():
 def test_nothing_changes_after_closing():
     with MemoryTracker(device="cpu") as mem, mem.inner(0):
         kept = f64(N)
-    before = mem.records(), mem.peak, mem.table(), mem.verdict()
+    before = mem.records(), mem.peak, mem.table(), mem.summary()
     del kept
     f64(10 * N)
-    assert (mem.records(), mem.peak, mem.table(), mem.verdict()) == before
+    assert (mem.records(), mem.peak, mem.table(), mem.summary()) == before
 
 
 def allocate_and_raise(mem):

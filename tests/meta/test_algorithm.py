@@ -22,7 +22,7 @@ def test_forward_and_adapt_of_the_protocol_return_its_outputs(regression):
     maml = mg.MAML(nn.Linear(2, 3).double(), F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=2)
     out, fast = maml(regression), maml.adapt(regression.support)
     assert isinstance(out, mg.meta.MetaOutput)
-    assert isinstance(fast, mg.meta.Adapted)
+    assert isinstance(fast, mg.meta.AdaptedModel)
     torch.testing.assert_close(out.loss, out.query_losses.mean())
     torch.testing.assert_close(fast.support_losses, out.support_losses)
     assert torch.equal(fast.steps, out.steps)

@@ -119,18 +119,20 @@ def test_tasks_are_dealt_out_or_chosen():
 
 
 def test_small_tasks_are_left_out_when_told_to():
-    tasks = Tabular(table(), "who", ["row"], "y", 5, 5, small="skip")
+    tasks = Tabular(table(), "who", ["row"], "y", 5, 5, on_small="skip")
     assert tasks.skipped == [0, 1, 2, 3, 4, 5]
     assert tasks.tasks == [6, 7, 8, 9]
-    assert tasks.protocol_description == (
-        "Tabular tasks by 'who', 5 rows to adapt to and 5 to be judged on, 4 tasks"
-    )
+    assert tasks.protocol_description == ("Tabular tasks by 'who', 5 support and 5 query rows, 4 tasks")
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"task": "whom"}, ValueError, "task='whom' is none of the columns 'who', 'row', 'kind', 'y'"),
+        (
+            {"task_column": "whom"},
+            ValueError,
+            "task_column='whom' is none of the columns 'who', 'row', 'kind', 'y'",
+        ),
         ({"x": ["kind"]}, ValueError, r"the column x='kind' is text, .*x=\{'argument': 'kind'\} for ids"),
         ({"y": "kind"}, ValueError, "the column y='kind' is text, .*classify=True"),
         ({"tasks": [77]}, ValueError, "Tabular: tasks has 77, which the data do not have; there are 10"),
@@ -145,7 +147,15 @@ def test_small_tasks_are_left_out_when_told_to():
     ],
 )
 def test_construction_errors(changes, error, message):
-    arguments = {"table": table(), "task": "who", "x": ["row"], "y": "y", "shots": 2, "queries": 2, **changes}
+    arguments = {
+        "table": table(),
+        "task_column": "who",
+        "x": ["row"],
+        "y": "y",
+        "shots": 2,
+        "queries": 2,
+        **changes,
+    }
     with pytest.raises(error, match=message):
         Tabular(**arguments)
 

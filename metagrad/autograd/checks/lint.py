@@ -34,7 +34,7 @@ class Finding:
         source: The call that made it.
         kind: ``"cut"``, ``"dense"``, ``"error"`` or ``"wrong"``.
         order: The first derivative of the loss that is affected.
-        remedy: What to write instead.
+        suggestion: What to write instead.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -47,11 +47,11 @@ class Finding:
     source: str
     kind: Kind
     order: int
-    remedy: str
+    suggestion: str
 
     def __str__(self) -> str:
         effect = _EFFECTS[self.kind].format(order=self.order)
-        return f"{self.node}, from {self.source}, {effect}. {self.remedy}"
+        return f"{self.node}, from {self.source}, {effect}. {self.suggestion}"
 
 
 def lint(loss: Tensor, *, order: int = 2) -> tuple[Finding, ...]:
@@ -108,7 +108,7 @@ def findings(nodes: Iterable[Node], order: int, kinds: tuple[Kind, ...]) -> tupl
     for node in nodes:
         for rule in _rules_of(node.name()):
             if rule.order <= order and rule.kind in kinds and (rule.applies is None or rule.applies(node)):
-                found[Finding(node.name(), rule.source, rule.kind, rule.order, rule.remedy)] = None
+                found[Finding(node.name(), rule.source, rule.kind, rule.order, rule.suggestion)] = None
     return tuple(sorted(found, key=lambda finding: finding.order))
 
 

@@ -83,7 +83,7 @@ class LintRule(NamedTuple):
     kind: Kind
     order: int  # the first derivative of the loss that is affected
     source: str  # what the user wrote
-    remedy: str
+    suggestion: str
     applies: Predicate | None = None  # whether this node has the defect; None: all do
     since: str = "0"  # the first version of torch with the defect
     until: str = "99"  # the first without it again

@@ -111,13 +111,13 @@ class ProbedBasis(Estimator):
         count = min(products // 2, probing.n - len(self.probes))
         if count:
             probes = probing.draw(count)
-            self.add(probes, probing.products(probes))
+            self.add(probes, probing.multiply(probes))
 
     def add(self, probes: Tensor, products: Tensor) -> None:
         """Take probes that were multiplied already, [k, n]; spend as many products on the basis."""
         new = self.basis.append(products, self.probing.call)
         self.probes = torch.cat([self.probes, probes])
-        self.products_of_basis = torch.cat([self.products_of_basis, self.probing.products(new)])
+        self.products_of_basis = torch.cat([self.products_of_basis, self.probing.multiply(new)])
 
 
 LEAST = 0.25  # lower bound for the estimate of k Cov / s^2, which is from few and noisy pairs

@@ -109,7 +109,7 @@ def diagonal(
             probes, two for each of XDiag's. With ``rtol``, at most so many, 1024 by default.
         rtol: Stop when the vector of 95 % half-widths is at most ``rtol`` times the diagonal, by Euclidean norms;
             in batches, as :func:`trace` does.
-        distribution: "rademacher", "normal" or "sphere", see :func:`draw`. Signs have the least variance.
+        distribution: "rademacher", "normal" or "sphere", see :func:`sample_probes`. Signs have the least variance.
         generator: Draws the probes; the same state gives the same bits.
         chunk: Hutchinson's probes are drawn and multiplied in pieces of so many bytes.
 
@@ -126,7 +126,7 @@ def diagonal(
         >>> from types import SimpleNamespace
         >>> from metagrad.curvature.estimators.diagonal import diagonal
         >>> A = torch.diag(torch.tensor([1.0, 2.0, 3.0]))
-        >>> H = SimpleNamespace(shape=A.shape, dtype=A.dtype, device=A.device, products=lambda v: v @ A)
+        >>> H = SimpleNamespace(shape=A.shape, dtype=A.dtype, device=A.device, multiply=lambda v: v @ A)
         >>> diagonal(H, probes=4).value
         tensor([1., 2., 3.])
 

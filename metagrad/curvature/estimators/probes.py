@@ -16,7 +16,7 @@ from metagrad.curvature.rows import norm
 Distribution = Literal["rademacher", "normal", "sphere"]
 
 
-def draw(
+def sample_probes(
     count: int,
     n: int,
     *,
@@ -54,8 +54,8 @@ def draw(
         TypeError: ``generator`` is no :class:`torch.Generator`.
 
     Example:
-        >>> from metagrad.curvature.estimators.probes import draw
-        >>> z = draw(4, 9, distribution="sphere", generator=torch.Generator().manual_seed(0))
+        >>> from metagrad.curvature.estimators.probes import sample_probes
+        >>> z = sample_probes(4, 9, distribution="sphere", generator=torch.Generator().manual_seed(0))
         >>> torch.allclose(z.square().sum(1), torch.full((4,), 9.0))
         True
 
@@ -63,9 +63,9 @@ def draw(
         Girard, Numer. Math. 56, 1989, for normal probes; Hutchinson, Commun. Stat. Simul. 18(3), 1989, for signs;
         Epperly, Tropp, Webber, "XTrace", SIAM J. Matrix Anal. Appl. 45(1), 2024, for the sphere.
     """
-    check_drawing("draw(...)", distribution, generator)
+    check_drawing("sample_probes(...)", distribution, generator)
     if count < 1:
-        raise ValueError(f"draw(count, n): count must be at least 1, got {count}.")
+        raise ValueError(f"sample_probes(count, n): count must be at least 1, got {count}.")
     place = generator.device if generator is not None else device
     rows = torch.empty(count, n, dtype=dtype, device=place)
     for row in rows:
@@ -79,7 +79,7 @@ def draw_for(
     """Draw probes, [count, n], for an operator."""
     dtype, device = operator.dtype, operator.device
     n = operator.shape[0]
-    return draw(count, n, distribution=distribution, dtype=dtype, device=device, generator=generator)
+    return sample_probes(count, n, distribution=distribution, dtype=dtype, device=device, generator=generator)
 
 
 def check_drawing(call: str, distribution: str, generator: object) -> None:

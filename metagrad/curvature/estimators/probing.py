@@ -69,7 +69,7 @@ class Probing:
         """Draw the next probes, [count, n]."""
         return draw_for(self.operator, count, self.distribution, self.generator)
 
-    def products(self, vectors: Tensor) -> Tensor:
+    def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply rows; refuse products that are not finite or of another shape."""
         found = checked_products(self.call, self.operator, vectors)
         self.matvecs += len(vectors)
@@ -79,7 +79,7 @@ class Probing:
         """Draw and multiply ``count`` probes, in the pieces of :func:`piece_sizes`."""
         for size in piece_sizes(self.operator, count, self.rows):
             probes = self.draw(size)
-            yield probes, self.products(probes)
+            yield probes, self.multiply(probes)
 
     def reduced(self, count: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return ``reduce`` of ``count`` probes and their products, joined along the first dimension."""

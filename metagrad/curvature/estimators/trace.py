@@ -84,7 +84,7 @@ class Exact(Estimator):
         for start in range(0, probing.n, probing.rows):
             units = probing.zeros(min(probing.rows, probing.n - start), probing.n)
             units.diagonal(start).fill_(1)
-            found = widened(probing.products(units))
+            found = widened(probing.multiply(units))
             self.diagonal = torch.cat([self.diagonal, found.diagonal(start)])
             self.squares = torch.cat([self.squares, found.detach().square().sum(1)])
 
@@ -123,8 +123,8 @@ class HutchPlusPlus(Estimator):
         probing, basis = self.probing, self.basis
         grown = min(products // 3, probing.n - len(basis.rows))
         if grown:
-            new = basis.append(probing.products(probing.draw(grown)), probing.call)
-            products_of_new = probing.products(new)
+            new = basis.append(probing.multiply(probing.draw(grown)), probing.call)
+            products_of_new = probing.multiply(new)
             self.products_of_basis = torch.cat([self.products_of_basis, products_of_new])
             inside = inner(self.probes, new)
             self.probes = self.probes - inside @ new
@@ -133,7 +133,7 @@ class HutchPlusPlus(Estimator):
         for _ in range(2):  # once leaves rounding errors of the size of the probe, not of its rest
             probes = probes - inner(probes, basis.rows) @ basis.rows
         self.probes = torch.cat([self.probes, probes])
-        self.products = torch.cat([self.products, probing.products(probes)])
+        self.products = torch.cat([self.products, probing.multiply(probes)])
 
     def estimate(self) -> Estimate:
         """Estimate from all the products so far; the standard error is that of the rest."""
@@ -190,7 +190,7 @@ class Auto(Estimator):
 
     def _chosen(self, count: int) -> Hutchinson | XTrace:
         probes = self.probing.draw(count)
-        products = self.probing.products(probes)
+        products = self.probing.multiply(probes)
         is_flat = effective_rank(products.detach()) > self._planned(probes, products.detach())
         chosen = Hutchinson(self.probing) if is_flat else XTrace(self.probing)
         chosen.add(probes, products)
@@ -266,9 +266,9 @@ def trace(
             second. With ``rtol``, the most that may be spent, 1024 by default. "exact" always spends n.
         rtol: Stop when the 95 % interval's half-width is at most ``rtol * |trace|``. Products are spent in batches
             that make the total 16, 24, 36, ...; nothing is thrown away between them.
-        distribution: "rademacher", "normal" or "sphere", see :func:`draw`. By default signs for Hutchinson, and the
-            sphere for the others: where probes of the sphere are projected, they are brought back to the sphere of
-            the complement, which takes variance away.
+        distribution: "rademacher", "normal" or "sphere", see :func:`sample_probes`. By default
+            signs for Hutchinson, and the sphere for the others. Projected probes of the sphere are scaled back to
+            the sphere of the complement, which reduces the variance.
         generator: Draws the probes; the same state gives the same bits.
         chunk: Hutchinson's probes are drawn and multiplied in pieces of so many bytes. Bits of probes do not depend
             on it.
@@ -288,7 +288,7 @@ def trace(
         >>> from types import SimpleNamespace
         >>> from metagrad.curvature.estimators.trace import trace
         >>> A = torch.diag(torch.arange(1.0, 101.0))
-        >>> H = SimpleNamespace(shape=A.shape, dtype=A.dtype, device=A.device, products=lambda v: v @ A)
+        >>> H = SimpleNamespace(shape=A.shape, dtype=A.dtype, device=A.device, multiply=lambda v: v @ A)
         >>> trace(H, method="hutchinson", probes=10).value
         tensor(5050.)
         >>> estimate = trace(H, rtol=0.05, generator=torch.Generator().manual_seed(0))

@@ -40,7 +40,7 @@ class Averaged(Wrapped):
         self.group = group
 
     def _products(self, vectors: Tensor) -> Tensor:
-        products = self.operator.products(vectors).detach()
+        products = self.operator.multiply(vectors).detach()
         if self.group is None and not dist.is_initialized():
             return products
         weights = torch.arange(1, self.space.size + 1, device=self.device).to(self.dtype).cos()

@@ -79,7 +79,7 @@ class Accumulated(Operator):
         self._autocast = AutocastState()
 
     def _products(self, vectors: Tensor) -> Tensor:
-        return self._sum(lambda operator: [operator.products(vectors)])[0]
+        return self._sum(lambda operator: [operator.multiply(vectors)])[0]
 
     def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
         """Multiply rows of a diagonal block."""
@@ -97,7 +97,7 @@ class Accumulated(Operator):
         vector = torch.randn(1, self.space.size, generator=generator, dtype=self.dtype).to(self.device)
 
         def compute(operator: GraphOperator) -> list[Tensor]:
-            parts = operator.loss, operator.gradient, operator.products(vector)
+            parts = operator.loss, operator.gradient, operator.multiply(vector)
             return [part.detach() for part in parts]
 
         return self._sum(compute)

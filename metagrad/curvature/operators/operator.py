@@ -22,7 +22,7 @@ from metagrad.curvature.operators.space import ParameterSpace, Vectors
 from metagrad.curvature.solvers.preconditioner import check_symmetric
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.curvature.solvers.solve import solve as solve_flat
-from metagrad.curvature.spectrum.density import density as estimate_density
+from metagrad.curvature.spectrum.density import spectral_density
 from metagrad.curvature.spectrum.eigenvalues import eigenvalues as compute_eigenvalues
 from metagrad.curvature.spectrum.log_determinant import log_determinant as estimate_log_determinant
 from metagrad.sparse.matrix.tensor import SparseTensor
@@ -71,7 +71,7 @@ class Operator:
 
     # Products
 
-    def products(self, vectors: Tensor) -> Tensor:
+    def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply each row of ``vectors``, ``[k, n]``, giving rows of the same shape.
 
         Raises:
@@ -81,7 +81,7 @@ class Operator:
         self._refuse_closed()
         if vectors.ndim != 2 or vectors.shape[1] != self.space.size or vectors.dtype != self.dtype:
             raise ValueError(
-                f"H.products(vectors): expected rows [k, {self.space.size}] of {self.dtype}, got "
+                f"H.multiply(vectors): expected rows [k, {self.space.size}] of {self.dtype}, got "
                 f"{tuple(vectors.shape)} of {vectors.dtype}."
             )
         if not len(vectors):
@@ -98,7 +98,7 @@ class Operator:
         """Multiply rows of a diagonal block: as vectors that are zero elsewhere, where no shorter way is known."""
         places = self.space.places(block)
         whole = vectors.new_zeros(len(vectors), self.space.size).index_copy(1, places, vectors)
-        return self.products(whole).index_select(1, places)
+        return self.multiply(whole).index_select(1, places)
 
     @overload
     def __matmul__(self, vectors: Tensor) -> Tensor: ...
@@ -114,7 +114,7 @@ class Operator:
         if isinstance(vectors, Mapping):
             flat = self.space.flatten(vectors, call="H @ v")
             return self.space.unflatten(
-                self.products(flat) if flat.ndim == 2 else self.products(flat[None])[0]
+                self.multiply(flat) if flat.ndim == 2 else self.multiply(flat[None])[0]
             )
         if isinstance(vectors, SparseTensor):
             vectors = vectors.to_dense()  # as large as the result
@@ -128,11 +128,11 @@ class Operator:
                 f"H @ v: H is {self.shape}, so v must have shape [{self.space.size}] or [{self.space.size}, k], got "
                 f"{list(vectors.shape)}."
             )
-        return self.products(vectors[None])[0] if vectors.ndim == 1 else self.products(vectors.t()).t()
+        return self.multiply(vectors[None])[0] if vectors.ndim == 1 else self.multiply(vectors.t()).t()
 
     def to_dense(self) -> Tensor:
         """Return the matrix ``[n, n]``, from n products: for few parameters."""
-        return self.products(torch.eye(self.space.size, dtype=self.dtype, device=self.device)).t()
+        return self.multiply(torch.eye(self.space.size, dtype=self.dtype, device=self.device)).t()
 
     # Estimates and solutions: functions of a linear map, applied to this one
 
@@ -141,7 +141,7 @@ class Operator:
     # H.space.unflatten names the entries of a diagonal and of eigenvectors, which are rows.
     diagonal = estimate_diagonal
     eigenvalues = compute_eigenvalues
-    density = estimate_density
+    density = spectral_density
     log_determinant = estimate_log_determinant
 
     def solve(self, b: Tensor | Vectors, **options: object) -> Solution:
@@ -276,9 +276,9 @@ class Sum(Operator):
         self.terms: tuple[Operator, ...] = tuple(terms)
 
     def _products(self, vectors: Tensor) -> Tensor:
-        total = self.terms[0].products(vectors)
+        total = self.terms[0].multiply(vectors)
         for term in self.terms[1:]:
-            total = total + term.products(vectors)
+            total = total + term.multiply(vectors)
         return total
 
     def _free(self) -> None:
@@ -305,7 +305,7 @@ class Scaled(Wrapped):
         self.factor = factor
 
     def _products(self, vectors: Tensor) -> Tensor:
-        return self.operator.products(vectors) * self.factor
+        return self.operator.multiply(vectors) * self.factor
 
 
 class Preconditioned(Wrapped):
@@ -330,7 +330,7 @@ class Preconditioned(Wrapped):
         return lambda rows: rows * diagonal
 
     def _products(self, vectors: Tensor) -> Tensor:
-        return self.root(self.operator.products(self.root(vectors)))
+        return self.root(self.operator.multiply(self.root(vectors)))
 
 
 def _described(value: object) -> str:

@@ -43,7 +43,7 @@ def to_scipy(operator: LinearMap) -> LinearOperator:
     def matmat(columns: np.ndarray) -> np.ndarray:
         # A copy: torch has no negative strides.
         rows = from_numpy(np.array(columns.T, dtype)).to(operator.device)
-        return operator.products(rows).detach().cpu().numpy().T
+        return operator.multiply(rows).detach().cpu().numpy().T
 
     def matvec(column: np.ndarray) -> np.ndarray:
         return matmat(column.reshape(-1, 1))[:, 0]

@@ -194,7 +194,7 @@ class CG(Solver):
         >>> from metagrad.curvature.solvers.cg import CG
         >>> from metagrad.curvature.solvers.solve import solve
         >>> operator = SimpleNamespace(
-        ...     shape=(2, 2), dtype=torch.float32, device=torch.device("cpu"), products=lambda rows: 2 * rows
+        ...     shape=(2, 2), dtype=torch.float32, device=torch.device("cpu"), multiply=lambda rows: 2 * rows
         ... )
         >>> solution = solve(operator, torch.tensor([3.0, 4.0]), method=CG())
         >>> solution.value, solution.result.name

@@ -37,7 +37,7 @@ class Dense(Solver):
         >>> from metagrad.curvature.solvers.solve import solve
         >>> A = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
         >>> operator = SimpleNamespace(
-        ...     shape=(2, 2), dtype=A.dtype, device=A.device, products=lambda rows: rows @ A
+        ...     shape=(2, 2), dtype=A.dtype, device=A.device, multiply=lambda rows: rows @ A
         ... )
         >>> solve(operator, torch.tensor([3.0, 3.0]), method="dense").value.round(decimals=3)
         tensor([1., 1.])

@@ -54,7 +54,7 @@ class Neumann(Solver):
         >>> from metagrad.curvature.solvers.neumann import Neumann
         >>> from metagrad.curvature.solvers.solve import solve
         >>> operator = SimpleNamespace(
-        ...     shape=(1, 1), dtype=torch.float32, device=torch.device("cpu"), products=lambda rows: 0.5 * rows
+        ...     shape=(1, 1), dtype=torch.float32, device=torch.device("cpu"), multiply=lambda rows: 0.5 * rows
         ... )
         >>> solution = solve(operator, torch.ones(1), method=Neumann(scale=1.0), max_steps=4)
         >>> solution.value, solution.result.name

@@ -117,7 +117,7 @@ def nystrom(
         >>> from metagrad.curvature.solvers.nystrom import nystrom
         >>> A = torch.ones(4, 4)
         >>> operator = SimpleNamespace(
-        ...     shape=(4, 4), dtype=A.dtype, device=A.device, products=lambda rows: rows @ A
+        ...     shape=(4, 4), dtype=A.dtype, device=A.device, multiply=lambda rows: rows @ A
         ... )
         >>> found = nystrom(operator, 2, generator=torch.Generator().manual_seed(0))
         >>> found.eigenvalues.round(decimals=3)

@@ -93,7 +93,7 @@ class Solution:
         >>> from metagrad.curvature.solvers.solve import solve
         >>> A = torch.diag(torch.tensor([2.0, 4.0]))
         >>> operator = SimpleNamespace(
-        ...     shape=(2, 2), dtype=A.dtype, device=A.device, products=lambda rows: rows @ A
+        ...     shape=(2, 2), dtype=A.dtype, device=A.device, multiply=lambda rows: rows @ A
         ... )
         >>> solution = solve(operator, torch.tensor([2.0, 2.0]))
         >>> solution.value, solution.result.name, int(solution.stats.steps)

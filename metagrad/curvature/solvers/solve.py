@@ -121,7 +121,7 @@ def solve(
         >>> from types import SimpleNamespace
         >>> from metagrad.curvature.solvers.solve import solve
         >>> operator = SimpleNamespace(
-        ...     shape=(2, 2), dtype=torch.float32, device=torch.device("cpu"), products=lambda rows: 3 * rows
+        ...     shape=(2, 2), dtype=torch.float32, device=torch.device("cpu"), multiply=lambda rows: 3 * rows
         ... )
         >>> damping = torch.tensor(1.0, requires_grad=True)
         >>> x = solve(operator, torch.tensor([4.0, 8.0]), damping=damping).value
@@ -141,7 +141,7 @@ def solve(
     precondition = checked_preconditioner(CALL, preconditioner, operator, weight, check_symmetry)
     counted = Counted(operator)
     if check_symmetry and counted.num_matrices is None:
-        check_symmetric(CALL, "operator", counted, counted.products)
+        check_symmetric(CALL, "operator", counted, counted.multiply)
     system = LinearSystem(counted, damping, weight, generator)
     solver, precondition = _solver(method, preconditioner is not None).set_up(system, precondition)
     rows = b if b.ndim == 2 else b[None]
@@ -150,7 +150,7 @@ def solve(
     limits = Limits((rtol * length(rows)).clamp_min(atol), max_steps or min(10 * n, 10_000))
     work = _Work(system, solver, precondition)
     run = work.off_the_tape(rows, start, limits)
-    x, product = run.x, system.products(run.x.detach())
+    x, product = run.x, system.multiply(run.x.detach())
     status, residuals = _true_residuals(run.status, product, rows, limits)
     results = tuple(RESULTS[int(index)] for index in to_list(status))
     if torch.is_grad_enabled():
@@ -225,7 +225,7 @@ class _Work:
             max_steps=limits.max_steps,
             expects_convergence=converges,
         )
-        return attach(Inverse(self.system.products, adjoint, order), b, x, product, order)
+        return attach(Inverse(self.system.multiply, adjoint, order), b, x, product, order)
 
     def adjoint(self, g: Tensor, *, rtol: float, max_steps: int, expects_convergence: bool) -> Tensor:
         """Solve for a cotangent."""

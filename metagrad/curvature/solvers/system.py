@@ -27,7 +27,7 @@ class Counted:
         self.num_matrices: int | None = getattr(operator, "num_matrices", None)
         self.matvecs: int = 0
 
-    def products(self, vectors: Tensor) -> Tensor:
+    def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply rows [k, n]."""
         products = shaped_products(CALL, self.operator, vectors)
         self.matvecs += len(vectors)
@@ -43,9 +43,9 @@ class LinearSystem:
     weight: float  # the damping, a constant
     generator: torch.Generator | None
 
-    def products(self, vectors: Tensor) -> Tensor:
+    def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply rows [k, n]."""
-        products = self.undamped.products(vectors)
+        products = self.undamped.multiply(vectors)
         if isinstance(self.damping, Tensor) or self.damping:
             products = products + self.damping * vectors
         return products
@@ -59,7 +59,7 @@ class LinearSystem:
     def constant_products(self, vectors: Tensor) -> Tensor:
         """Multiply rows, off the tape."""
         with torch.no_grad():
-            return self.products(vectors).detach()
+            return self.multiply(vectors).detach()
 
 
 def check_numbers(rtol: float, atol: float, max_steps: int | None, order: int) -> None:

@@ -14,7 +14,7 @@ from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.spectrum.quadrature import check_quadrature, gauss_rule, krylov_spaces
 
-_CALL = "density(operator)"
+_CALL = "spectral_density(operator)"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,7 +111,7 @@ class Density:
         return f"density of {counts[0]} {ends} ({counts[1]}, {counts[2]})"
 
 
-def density(
+def spectral_density(
     operator: LinearMap,
     *,
     steps: int = 64,
@@ -135,7 +135,7 @@ def density(
         probes: How many probes.
         sigma: The standard deviation of the Gaussian that is put for each node, in units of eigenvalues; by default
             1 / 200 of the range of the nodes.
-        distribution: What probes are drawn from (see :func:`metagrad.curvature.draw`); they are normalised,
+        distribution: What probes are drawn from (see :func:`metagrad.curvature.sample_probes`); they are normalised,
             so "normal" and "sphere" are the same here.
         generator: Draws them.
         chunk: Bytes for the bases of probes that are treated at once; one basis, steps * n elements, at the least.
@@ -149,12 +149,12 @@ def density(
     Example:
         Half of the eigenvalues of diag(1, 1, 3, 3) are 1, so their mean is 2 and their mean square 5:
 
-        >>> from metagrad.curvature.spectrum.density import density
+        >>> from metagrad.curvature.spectrum.density import spectral_density
         >>> class Diagonal:
         ...     shape, dtype, device = (4, 4), torch.float64, torch.device("cpu")
-        ...     def products(self, vectors):
+        ...     def multiply(self, vectors):
         ...         return vectors * torch.tensor([1.0, 1.0, 3.0, 3.0], dtype=torch.float64)
-        >>> phi = density(Diagonal(), probes=4)
+        >>> phi = spectral_density(Diagonal(), probes=4)
         >>> phi
         density of 4 eigenvalues from 1 to 3 (4 probes, 8 products)
         >>> print(f"{float(phi.moment(1)):.6f} {float(phi.moment(2)):.6f}")

@@ -59,7 +59,7 @@ def eigenvalues(
     *,
     which: Which = "largest",
     rtol: float = 1e-5,
-    max_products: int | None = None,
+    max_matvecs: int | None = None,
     max_basis: int | None = None,
     copies: bool = True,
     vectors: bool = True,
@@ -83,7 +83,7 @@ def eigenvalues(
     The method is thick-restart Lanczos, with a search for missed copies of repeated eigenvalues after it has
     converged; it keeps ``max_basis`` vectors, and 2 k at the end.
 
-    Eigenvalues inside the spectrum cannot be had this way; see :func:`metagrad.curvature.density`. A tight
+    Eigenvalues inside the spectrum cannot be had this way; see :func:`metagrad.curvature.spectral_density`. A tight
     cluster (as the smallest eigenvalues of an overparameterised model, all about zero) converges slowly or not.
 
     Where products are differentiable, so are the values, once: :math:`d\lambda = v^T \, dA \, v`, right for an
@@ -96,7 +96,7 @@ def eigenvalues(
         which: Which.
         rtol: Stop when every residual is this times the operator's norm (the largest product with a unit vector or
             Ritz value seen) or less. Below about 10 times the dtype's ``eps`` it cannot be met.
-        max_products: The most products to spend, those for the residuals included; 2000 or 20 n, whichever is less,
+        max_matvecs: The most products to spend, those for the residuals included; 2000 or 20 n, whichever is less,
             but never less than a start takes, by default. What is reached then is returned, with
             ``converged=False``.
         max_basis: The most vectors that Lanczos keeps, from k + 2: more of them need fewer products. By default
@@ -120,7 +120,7 @@ def eigenvalues(
         >>> from metagrad.curvature.spectrum.eigenvalues import eigenvalues
         >>> class Diagonal:
         ...     shape, dtype, device = (50, 50), torch.float64, torch.device("cpu")
-        ...     def products(self, vectors):
+        ...     def multiply(self, vectors):
         ...         return vectors * torch.arange(1.0, 51.0, dtype=torch.float64)
         >>> pairs = eigenvalues(Diagonal(), 3, which="both")
         >>> pairs.values.round(decimals=6)
@@ -140,7 +140,7 @@ def eigenvalues(
         k,
         which=which,
         rtol=rtol,
-        max_products=_budget(max_products, n, k),
+        max_matvecs=_budget(max_matvecs, n, k),
         max_basis=max_basis,
         copies=copies,
         generator=generator,
@@ -167,13 +167,13 @@ def _checked_size(operator: LinearMap, k: int, which: str, rtol: float, generato
     return n
 
 
-def _budget(max_products: int | None, n: int, k: int) -> int:
+def _budget(max_matvecs: int | None, n: int, k: int) -> int:
     """Return how many products the iteration may take: the last k are for the residuals."""
-    if max_products is None:
+    if max_matvecs is None:
         return max(min(2000, 20 * n), 2 * k) - k
-    if max_products < 2 * k:
-        raise ValueError(f"{_CALL}: max_products must be at least {2 * k} for k = {k}, got {max_products}.")
-    return max_products - k
+    if max_matvecs < 2 * k:
+        raise ValueError(f"{_CALL}: max_matvecs must be at least {2 * k} for k = {k}, got {max_matvecs}.")
+    return max_matvecs - k
 
 
 def _with_residuals(operator: LinearMap, found: Subspace, which: Which, rtol: float) -> Eigenpairs:

@@ -70,7 +70,7 @@ def lanczos(
         >>> from metagrad.curvature.spectrum.lanczos import lanczos
         >>> class Diagonal:
         ...     shape, dtype, device = (2, 2), torch.float64, torch.device("cpu")
-        ...     def products(self, vectors):
+        ...     def multiply(self, vectors):
         ...         return vectors * torch.tensor([1.0, 3.0], dtype=torch.float64)
         >>> state = lanczos(Diagonal(), torch.ones(1, 2).double(), steps=2)
         >>> state.diagonal, state.off_diagonal[:, :1]

@@ -40,7 +40,7 @@ def log_determinant(
         steps: Products for each probe, at most n of them.
         probes: How many probes, 16 by default; where ``rtol`` is given, the most, 256 by default.
         rtol: Stop when half the 95 % interval is at most this times the value.
-        distribution: What probes are drawn from; see :func:`metagrad.curvature.draw`.
+        distribution: What probes are drawn from; see :func:`metagrad.curvature.sample_probes`.
         generator: Draws them.
         chunk: Bytes for the bases of probes that are treated at once; one basis, steps * n elements, at the least.
 
@@ -57,7 +57,7 @@ def log_determinant(
         >>> from metagrad.curvature.spectrum.log_determinant import log_determinant
         >>> class Diagonal:
         ...     shape, dtype, device = (3, 3), torch.float64, torch.device("cpu")
-        ...     def products(self, vectors):
+        ...     def multiply(self, vectors):
         ...         return vectors * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
         >>> value = log_determinant(Diagonal()).value
         >>> print(f"{value.exp():.6f}")

@@ -67,7 +67,7 @@ def gauss_rule(state: LanczosState, start: int, size: int | None = None) -> Gaus
         >>> from metagrad.curvature.spectrum.quadrature import gauss_rule
         >>> class Diagonal:
         ...     shape, dtype, device = (2, 2), torch.float64, torch.device("cpu")
-        ...     def products(self, vectors):
+        ...     def multiply(self, vectors):
         ...         return vectors * torch.tensor([1.0, 3.0], dtype=torch.float64)
         >>> state = lanczos(Diagonal(), torch.ones(1, 2).double(), steps=2)
         >>> rule = gauss_rule(state, 0)
@@ -134,7 +134,7 @@ def trace_of(
     around the spectrum in which f is analytic: for the logarithm and the condition number :math:`\kappa`, as
     :math:`e^{-4 m / \sqrt\kappa}`. As long as the steps are so few that the part of the spectrum that matters is not
     seen at all (a reciprocal's small eigenvalues), it is underestimated. Functions with jumps are for
-    :func:`metagrad.curvature.density`.
+    :func:`metagrad.curvature.spectral_density`.
 
     Where products are differentiable, so is the value, once: :math:`d \, \mathrm{tr} f(A) = \mathrm{tr}(f'(A) \, dA)`
     is estimated without bias from the same probes by :math:`z^T f'(A) \, dA \, z`. The second derivative is refused.
@@ -145,7 +145,7 @@ def trace_of(
         steps: Products for each probe, at most n of them.
         probes: How many probes, 16 by default; where ``rtol`` is given, the most, 256 by default.
         rtol: Stop when half the 95 % interval is at most this times the value; looked at after 4 probes, 8, 16, ...
-        distribution: What probes are drawn from; see :func:`metagrad.curvature.draw`.
+        distribution: What probes are drawn from; see :func:`metagrad.curvature.sample_probes`.
         generator: Draws them.
         chunk: Bytes for the bases of probes that are treated at once; one basis, steps * n elements, at the least.
         call: What errors name.
@@ -163,7 +163,7 @@ def trace_of(
         >>> from metagrad.curvature.spectrum.quadrature import trace_of
         >>> class Diagonal:
         ...     shape, dtype, device = (3, 3), torch.float64, torch.device("cpu")
-        ...     def products(self, vectors):
+        ...     def multiply(self, vectors):
         ...         return vectors * torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64)
         >>> print(f"{float(trace_of(Diagonal(), torch.sqrt)):.6f}")
         6.000000

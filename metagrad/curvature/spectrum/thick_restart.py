@@ -81,7 +81,7 @@ def thick_restart_lanczos(
     *,
     which: Which,
     rtol: float,
-    max_products: int,
+    max_matvecs: int,
     max_basis: int,
     copies: bool,
     generator: torch.Generator | None,
@@ -113,7 +113,7 @@ def thick_restart_lanczos(
     every = max(1, max_basis // 16)  # a small dense problem is solved each time
     while True:
         space = _extend(operator, space, generator, call)
-        exhausted, full = space.matvecs >= max_products, space.size == max_basis
+        exhausted, full = space.matvecs >= max_matvecs, space.size == max_basis
         if not exhausted and not full and (space.size < k or space.steps % every):
             continue
         pairs = ritz_pairs(space)

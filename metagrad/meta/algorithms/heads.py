@@ -14,7 +14,7 @@ from metagrad.core._torch import to_list
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.tree import LossFn, Params, widened
-from metagrad.meta.algorithm import Adapted, MetaOutput
+from metagrad.meta.algorithm import AdaptedModel, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
 from metagrad.meta.execution.stacking import Stacking
@@ -115,7 +115,7 @@ class HeadAlgorithm(nn.Module):
 
     def adapt(
         self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
-    ) -> Adapted:
+    ) -> AdaptedModel:
         """Fit the head to every task's support examples; ``params`` of the result is what was fitted.
 
         Raises:
@@ -132,7 +132,7 @@ class HeadAlgorithm(nn.Module):
             with slots.restored({}):  # also after a ``functional_call`` has ended
                 return objective.predict(fitted, x, chunk)
 
-        return Adapted(results.params, results.losses, results.used, skipped, predict)
+        return AdaptedModel(results.params, results.losses, results.used, skipped, predict)
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import LossFn, Params
 from metagrad.hypergrad import CG, Nystrom
-from metagrad.hypergrad.attach import attach, check_inverse
 from metagrad.hypergrad.implicit import ImplicitMethod
+from metagrad.hypergrad.implicit_diff import check_inverse, implicit_diff
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import OF_STEPS
@@ -142,7 +142,7 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
             distances = task_squares((p - start[name] for name, p in values.items()), found.ndim)
             return found + rule.weight / 2 * distances
 
-        return attach(losses, params, method=self.hypergradient, call=_CALL)
+        return implicit_diff(losses, params, method=self.hypergradient, call=_CALL)
 
 
 def _check_weight(weight: object) -> None:

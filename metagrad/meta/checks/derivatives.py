@@ -26,7 +26,7 @@ from metagrad.core.structured import Nested, call_on, restored, structured
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import detached, dissect, tensors_in, tree_leaves, tree_map
-from metagrad.meta.checks.report import ModuleFinding, Verdict
+from metagrad.meta.checks.report import ModuleFinding, Status
 from metagrad.meta.objective.task_loss import TaskLoss
 
 LOSS = "loss_fn(...)"
@@ -36,8 +36,8 @@ _STEPS = (1e-4, 1e-6, 1e-5, 1e-7, 1e-3, 1e-8)
 _RTOL = 1e-6  # relative to the norm of a gradient
 _ATOL = 1e-10
 _SEEDS = (0, 1)  # a derivative is incorrect if the comparison fails at two points
-_VERDICTS: dict[Kind, Verdict] = {"cut": "wrong", "wrong": "wrong", "error": "missing", "dense": "slower"}
-_REMEDY = {
+_STATUSES: dict[Kind, Status] = {"cut": "wrong", "wrong": "wrong", "error": "missing", "dense": "slower"}
+_SUGGESTION = {
     "wrong": "Write its backward with differentiable operations on ctx.saved_tensors; metagrad.gradcheck of the "
     "module alone shows what is left. What detaches on purpose (straight-through, power iterations) shows here too.",
     "missing": "Write it with operations that can be differentiated, its backward too if it is an autograd.Function.",
@@ -157,12 +157,12 @@ def known_defects(subject: Subject, order: int) -> list[ModuleFinding]:
     for path in reversed(trace.inputs):  # a module comes before the modules in it
         points, call = trace.function(path)
         graph = graph_nodes(call([point.requires_grad_() for point in points]))
-        for defect in findings(graph, min(order, HIGHEST_ORDER), tuple(_VERDICTS)):
-            reason = str(defect).removesuffix(defect.remedy).strip()
+        for defect in findings(graph, min(order, HIGHEST_ORDER), tuple(_STATUSES)):
+            reason = str(defect).removesuffix(defect.suggestion).strip()
             if not any(other.reason == reason and _is_within(other.module, path) for other in found):
-                verdict = _VERDICTS[defect.kind]
+                status = _STATUSES[defect.kind]
                 kind = subject.kind(path)
-                found.insert(0, ModuleFinding(path, kind, defect.order, verdict, reason, defect.remedy))
+                found.insert(0, ModuleFinding(path, kind, defect.order, status, reason, defect.suggestion))
     return found
 
 
@@ -193,7 +193,7 @@ def measured_defects(subject: Subject, order: int, known: Sequence[ModuleFinding
             found |= {} if own is None else {path: own}
     if not found and mismatch is not None:
         found[""] = mismatch
-    return [ModuleFinding(path, subject.kind(path), *m, _REMEDY[m[1]]) for path, m in found.items()]
+    return [ModuleFinding(path, subject.kind(path), *m, _SUGGESTION[m[1]]) for path, m in found.items()]
 
 
 def _is_within(path: str, module: str) -> bool:
@@ -216,8 +216,8 @@ def _in_float64(subject: Subject) -> Trace:
     return trace
 
 
-_Mismatch: TypeAlias = tuple[int, Verdict, str]
-"""The order of an incorrect or missing derivative, the verdict, and a sentence with the numbers."""
+_Mismatch: TypeAlias = tuple[int, Status, str]
+"""The order of an incorrect or missing derivative, the status, and a sentence with the numbers."""
 
 
 def _mismatch(trace: Trace, path: str | None, order: int) -> _Mismatch | None:

@@ -98,7 +98,7 @@ def preflight(
         ...         return Square.apply(x)
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), Layer(), torch.nn.Linear(3, 1))
         >>> report = metagrad.preflight(model, torch.nn.functional.mse_loss, (torch.randn(5, 2), torch.randn(5, 1)))
-        >>> [(finding.module, finding.verdict, finding.order) for finding in report.findings], report.ok
+        >>> [(finding.module, finding.status, finding.order) for finding in report.findings], report.ok
         ([('1', 'wrong', 2)], False)
     """
     with _unchanged(model, loss_fn):

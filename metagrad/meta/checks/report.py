@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.memory.report import format_bytes
 
-Verdict: TypeAlias = Literal["wrong", "missing", "slower"]
+Status: TypeAlias = Literal["wrong", "missing", "slower"]
 _WIDTH = 118
 
 
@@ -22,25 +22,25 @@ class ModuleFinding(NamedTuple):
             and ``"loss_fn(...)"`` for the loss.
         kind: The class of the module, or the name of the loss.
         order: The first derivative of the loss that is affected.
-        verdict: ``"wrong"`` (silently), ``"missing"`` (an error) or ``"slower"`` (correct, but expensive).
+        status: ``"wrong"`` (silently), ``"missing"`` (an error) or ``"slower"`` (correct, but expensive).
         reason: A sentence that says what happens.
-        remedy: A sentence that says what to change.
+        suggestion: A sentence that says what to change.
     """
 
     module: str
     kind: str
     order: int
-    verdict: Verdict
+    status: Status
     reason: str
-    remedy: str
+    suggestion: str
 
     @property
     def is_error(self) -> bool:
         """Whether a derivative is wrong or missing."""
-        return self.verdict != "slower"
+        return self.status != "slower"
 
     def __str__(self) -> str:
-        return f"{self.module or 'the model itself'} ({self.kind}): {self.reason} {self.remedy}"
+        return f"{self.module or 'the model itself'} ({self.kind}): {self.reason} {self.suggestion}"
 
 
 class MemoryCost(NamedTuple):
@@ -92,8 +92,8 @@ class Preflight:
     def __str__(self) -> str:
         parts = [self.title]
         for f in self.findings:
-            parts.append(f"{f.verdict:<8} {f.order}  {f.module or '(the model)'}  {f.kind}")
-            parts.append(_wrapped(f"{f.reason} {f.remedy}", "    "))
+            parts.append(f"{f.status:<8} {f.order}  {f.module or '(the model)'}  {f.kind}")
+            parts.append(_wrapped(f"{f.reason} {f.suggestion}", "    "))
         if not self.findings:
             parts.append("No problems found.")
         if self.memory:

@@ -62,7 +62,7 @@ class FewShot:
         labels: The label of each item; None reads them from the data set: from `targets` or `labels`, else from
             all the items, which may take long.
         transform: Maps x of an item to a tensor, each time that the item is drawn.
-        small: What becomes of classes that have too few examples: `"raise"` names them, `"skip"` leaves them
+        on_small: What becomes of classes that have too few examples: `"raise"` names them, `"skip"` leaves them
             out.
         in_memory: Whether all items are loaded at once, without the transform.
         workers: Processes that load items; 0 loads them here.
@@ -107,7 +107,7 @@ class FewShot:
         split: str | None = None,
         labels: Any = None,
         transform: Callable[[Any], Any] | None = None,
-        small: str = "raise",
+        on_small: str = "raise",
         in_memory: bool = False,
         workers: int = 0,
         prefetch: int = 1,
@@ -120,7 +120,7 @@ class FewShot:
         )
         check_counts(call, {"queries": queries, "prefetch": prefetch})
         check_count(f"{call}(workers)", workers, 0)
-        check_choice(f"{call}(small)", small, ("raise", "skip"))
+        check_choice(f"{call}(on_small)", on_small, ("raise", "skip"))
         if dtype is not None:
             check_float_dtype(call, dtype)
         self.split = split
@@ -132,7 +132,7 @@ class FewShot:
                 f"{call}: labels are given twice, by the pair (x, labels) and by labels=. Leave one out."
             )
         self.dataset, labels = _of_pair(call, dataset) if is_pair else (_map_style(call, dataset), labels)
-        self._find_classes(labels, classes, small)
+        self._find_classes(labels, classes, on_small)
         self._find_items(transform, is_pair=is_pair, in_memory=in_memory, workers=workers, prefetch=prefetch)
 
     @property
@@ -179,7 +179,7 @@ class FewShot:
         batch = batch.to(device=self.device)
         return Batch(*(part._replace(x=self._converted(part.x)) for part in batch))
 
-    def _find_classes(self, labels: Any, wanted: Any, small: str) -> None:
+    def _find_classes(self, labels: Any, wanted: Any, on_small: str) -> None:
         """Group items by class, and check that there are as many of both as tasks need."""
         call, fewest = self._call, self.composition.fewest_examples
         codes, known = read_labels(call, self.dataset, labels)
@@ -188,7 +188,7 @@ class FewShot:
         chosen = choose_split(call, "classes", known, wanted, self.split)
         counts = dict(zip(known, to_list(torch.bincount(codes, minlength=len(known))), strict=True))
         self.skipped: list[Hashable] = [name for name in chosen if counts[name] < fewest]
-        if self.skipped and small == "raise":
+        if self.skipped and on_small == "raise":
             raise ValueError(_too_small(call, self.skipped, len(chosen), counts, self.composition))
         self.classes: list[Hashable] = [name for name in chosen if counts[name] >= fewest]
         _check_ways(call, self.composition, self.num_classes, self.split)
@@ -298,7 +298,7 @@ def _too_small(
     return (
         f"{call}: a class must have shots + queries = {composition.fewest_examples} examples, and {len(skipped)} of "
         f"{num_classes} have fewer: {described}{', ...' if len(skipped) > 5 else ''}. Ask for fewer, choose others "
-        "by classes=, or pass small='skip'."
+        "by classes=, or pass on_small='skip'."
     )
 
 

@@ -1,6 +1,6 @@
 """Regression to curves that are drawn at random."""
 
-from metagrad.tasks.regression.curves import Harmonic, Linear, Sinusoid, SinusoidOrLine, Step
+from metagrad.tasks.regression.curves import Harmonic, Lines, Sinusoid, SinusoidOrLine, StepFunctions
 from metagrad.tasks.regression.family import Curves, Functions, Regression
 from metagrad.tasks.regression.gaussian_process import GaussianProcess
 
@@ -9,9 +9,9 @@ __all__ = [
     "Functions",
     "GaussianProcess",
     "Harmonic",
-    "Linear",
+    "Lines",
     "Regression",
     "Sinusoid",
     "SinusoidOrLine",
-    "Step",
+    "StepFunctions",
 ]

@@ -80,7 +80,7 @@ class Sinusoid(Regression):
     formula = staticmethod(_sinusoid)
 
 
-class Linear(Regression):
+class Lines(Regression):
     r"""Regression tasks y = slope * x + intercept, each with its own slope and intercept.
 
     .. math::
@@ -94,7 +94,7 @@ class Linear(Regression):
         **arguments: As of `Regression`: x, noise, dtype and device.
 
     Examples:
-        >>> lines = Linear(shots=5, slope=(2.0, 2.0), intercept=(1.0, 1.0))
+        >>> lines = Lines(shots=5, slope=(2.0, 2.0), intercept=(1.0, 1.0))
         >>> support = lines.sample(1).support
         >>> torch.allclose(support.y, 2 * support.x + 1)
         True
@@ -117,7 +117,7 @@ class Linear(Regression):
     formula = staticmethod(_line)
 
 
-class Step(Regression):
+class StepFunctions(Regression):
     r"""Regression tasks that jump once, each from its own level to another, at its own place.
 
     .. math::
@@ -136,7 +136,7 @@ class Step(Regression):
         **arguments: As of `Regression`: x, noise, dtype and device.
 
     Examples:
-        >>> steps = Step(shots=4, left=(0.0, 0.0), right=(1.0, 1.0), position=(2.0, 2.0))
+        >>> steps = StepFunctions(shots=4, left=(0.0, 0.0), right=(1.0, 1.0), position=(2.0, 2.0))
         >>> steps.sample_functions(1).evaluate(torch.tensor([[1.9], [2.0]])).flatten()
         tensor([0., 1.])
     """

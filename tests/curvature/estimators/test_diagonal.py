@@ -31,9 +31,9 @@ def test_hutchinson_is_the_ratio_of_sums_with_the_error_of_a_ratio(distribution,
     seen = []
 
     class Watched(MatrixMap):
-        def products(self, vectors):
+        def multiply(self, vectors):
             seen.append(vectors)
-            return super().products(vectors)
+            return super().multiply(vectors)
 
     found = diagonal(Watched(A), probes=10, distribution=distribution, generator=seeded(), chunk=chunk)
     z = torch.cat(seen)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from metagrad.curvature.estimators.probes import draw, piece_sizes, rows_in_chunk
+from metagrad.curvature.estimators.probes import piece_sizes, rows_in_chunk, sample_probes
 
 DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
 
@@ -17,21 +17,25 @@ def seeded(seed=0):
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_shape_dtype_and_the_same_bits_again(distribution):
     dtype = torch.bfloat16
-    first, second = (draw(5, 7, distribution=distribution, dtype=dtype, generator=seeded()) for _ in range(2))
+    first, second = (
+        sample_probes(5, 7, distribution=distribution, dtype=dtype, generator=seeded()) for _ in range(2)
+    )
     assert first.shape == (5, 7)
     assert first.dtype == dtype
     assert torch.equal(first, second)
-    assert not torch.equal(first, draw(5, 7, distribution=distribution, dtype=dtype, generator=seeded(1)))
+    assert not torch.equal(
+        first, sample_probes(5, 7, distribution=distribution, dtype=dtype, generator=seeded(1))
+    )
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_pieces_have_the_bits_of_the_whole(distribution):
     # torch fills long and short tensors by different code
     for n, rows in itertools.product([1, 15, 16, 33], [1, 3, 10, 64]):
-        whole = draw(10, n, distribution=distribution, generator=seeded())
+        whole = sample_probes(10, n, distribution=distribution, generator=seeded())
         generator = seeded()
         pieces = [
-            draw(size, n, distribution=distribution, generator=generator)
+            sample_probes(size, n, distribution=distribution, generator=generator)
             for size in piece_sizes(None, 10, rows)
         ]
         assert torch.equal(torch.cat(pieces), whole)
@@ -39,27 +43,27 @@ def test_pieces_have_the_bits_of_the_whole(distribution):
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_the_second_moment_is_the_identity(distribution):
-    z = draw(20_000, 4, distribution=distribution, dtype=torch.float64, generator=seeded())
+    z = sample_probes(20_000, 4, distribution=distribution, dtype=torch.float64, generator=seeded())
     torch.testing.assert_close(z.t() @ z / len(z), torch.eye(4, dtype=z.dtype), rtol=0, atol=0.05)
     torch.testing.assert_close(z.mean(0), torch.zeros(4, dtype=z.dtype), rtol=0, atol=0.05)
 
 
 def test_what_each_distribution_is():
-    signs = draw(50, 9, distribution="rademacher", generator=seeded())
+    signs = sample_probes(50, 9, distribution="rademacher", generator=seeded())
     assert set(signs.unique().tolist()) == {-1.0, 1.0}
-    on_sphere = draw(50, 9, distribution="sphere", dtype=torch.float64, generator=seeded())
+    on_sphere = sample_probes(50, 9, distribution="sphere", dtype=torch.float64, generator=seeded())
     torch.testing.assert_close(on_sphere.norm(dim=1), torch.full((50,), 3.0, dtype=torch.float64))
-    normal = draw(5000, 9, distribution="normal", dtype=torch.float64, generator=seeded())
+    normal = sample_probes(5000, 9, distribution="normal", dtype=torch.float64, generator=seeded())
     assert (normal**4).mean() == pytest.approx(3, rel=0.1)  # 1 for signs, 27 / 11 on this sphere
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_generator_on_the_cpu_draws_for_other_devices():
-    found = draw(3, 20, distribution="normal", device="cuda", generator=seeded())
+    found = sample_probes(3, 20, distribution="normal", device="cuda", generator=seeded())
     assert found.device.type == "cuda"
-    assert torch.equal(found.cpu(), draw(3, 20, distribution="normal", generator=seeded()))
-    own = draw(3, 20, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    assert torch.equal(found.cpu(), sample_probes(3, 20, distribution="normal", generator=seeded()))
+    own = sample_probes(3, 20, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     assert own.device.type == "cuda"
 
 

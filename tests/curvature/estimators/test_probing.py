@@ -15,14 +15,14 @@ def probing(operator, chunk="64MiB"):
 
 
 def operator_like(**changes):
-    fields = {"shape": (3, 3), "dtype": torch.float32, "device": torch.device("cpu"), "products": lambda v: v}
+    fields = {"shape": (3, 3), "dtype": torch.float32, "device": torch.device("cpu"), "multiply": lambda v: v}
     return SimpleNamespace(**{**fields, **changes})
 
 
 def test_pieces_respect_the_chunk_and_count_products():
     asked = []
     of_one = 4 * 3 * 4  # four vectors of three numbers in float32
-    met = probing(operator_like(products=lambda v: asked.append(len(v)) or v), chunk=2 * of_one)
+    met = probing(operator_like(multiply=lambda v: asked.append(len(v)) or v), chunk=2 * of_one)
     sums = met.reduced(5, lambda z, products: (z * products).sum(1))
     assert asked == [2, 2, 1]
     assert met.matvecs == 5
@@ -30,8 +30,8 @@ def test_pieces_respect_the_chunk_and_count_products():
 
 
 def test_a_product_keeps_its_shape():
-    with pytest.raises(ValueError, match=r"operator.products must keep the shape \(2, 3\) .* got \(3, 2\)"):
-        probing(operator_like(products=lambda v: v.t())).products(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"operator.multiply must keep the shape \(2, 3\) .* got \(3, 2\)"):
+        probing(operator_like(multiply=lambda v: v.t())).multiply(torch.ones(2, 3))
 
 
 def test_what_is_no_linear_map_is_refused():

@@ -265,9 +265,9 @@ def test_estimates_do_not_depend_on_chunks(method):
     sizes = []
 
     class Watched(MatrixMap):
-        def products(self, vectors):
+        def multiply(self, vectors):
             sizes.append(len(vectors))
-            return super().products(vectors)
+            return super().multiply(vectors)
 
     def run(chunk):
         return trace(Watched(A), method=method, probes=50, generator=seeded(), chunk=chunk)

@@ -112,13 +112,13 @@ def test_models_against_the_dense_hessian(make):
     with hessian(loss_fn, params, (x, y)) as H:
         close(H.to_dense(), expected)
         vectors = draw(2, H.shape[0])
-        close(H.products(vectors), vectors @ expected, 1e-9)
+        close(H.multiply(vectors), vectors @ expected, 1e-9)
         name = list(params)[2]
         part = H.space.slices[name]
         block = H[name]
         assert block.shape == (params[name].numel(),) * 2
         vectors = draw(2, block.shape[0])
-        close(block.products(vectors), vectors @ expected[part, part], 1e-6)
+        close(block.multiply(vectors), vectors @ expected[part, part], 1e-6)
         layer = H[name.rpartition(".")[0]]
         assert layer.space.names == [n for n in params if n.startswith(name.rpartition(".")[0] + ".")]
 
@@ -243,7 +243,7 @@ def test_checkpointed_modules():
     expected = dense(with_params(model, squares), params, x, y)
     vectors = draw(6, expected.shape[0])
     with hessian(squares(mg.checkpoint(model, x), y), params) as H:
-        close(H.products(vectors), vectors @ expected)
+        close(H.multiply(vectors), vectors @ expected)
 
 
 def test_norms_with_wrong_third_derivatives_are_refused():

@@ -53,12 +53,12 @@ def test_second_and_third_derivatives_of_every_layer(name):
     params = {key: p.clone().requires_grad_() for key, p in case.params.items()}
     if name in REFUSED:
         with pytest.raises(ValueError, match=r"derivative|order [23]|row-sparse"):
-            hessian(case.loss_fn, params, case.batch).products(vectors)
+            hessian(case.loss_fn, params, case.batch).multiply(vectors)
         return
     expected, repeats = expected_products(name), 5  # as many as are computed together
     torch.manual_seed(0)
     with hessian(case.loss_fn, case.params, case.batch) as H:
-        found = H.products(vectors.repeat(repeats, 1))
+        found = H.multiply(vectors.repeat(repeats, 1))
     scale = 1 + float(expected.abs().max())
     torch.testing.assert_close(found, expected.repeat(repeats, 1), rtol=0, atol=1e-7 * scale)
 

@@ -50,7 +50,7 @@ def test_products_in_every_form():
     columns = torch.randn(6, 3, dtype=torch.float64)
     torch.testing.assert_close(H @ columns, A @ columns)
     torch.testing.assert_close(H @ SparseTensor.from_dense(columns), A @ columns)
-    torch.testing.assert_close(H.products(columns.t()), (A @ columns).t())
+    torch.testing.assert_close(H.multiply(columns.t()), (A @ columns).t())
     tree = H @ H.space.unflatten(v)
     assert tree["a.w"].shape == (2, 2)
     torch.testing.assert_close(H.space.flatten(tree), A @ v)
@@ -113,7 +113,7 @@ def test_vectors_are_checked():
     ):
         H @ torch.zeros(6)
     with pytest.raises(ValueError, match=r"expected rows \[k, 6\]"):
-        H.products(torch.zeros(6, dtype=torch.float64))
+        H.multiply(torch.zeros(6, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"v must be a dict of parameters, a vector .* got list"):
         H @ [1.0] * 6
     with pytest.raises(ValueError, match="H @ v: expected a dict with the names"):

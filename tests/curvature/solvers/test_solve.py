@@ -74,7 +74,7 @@ class Stack:
         self.num_matrices = len(matrices)
         self.shape, self.dtype, self.device = matrices.shape[1:], matrices.dtype, matrices.device
 
-    def products(self, rows):
+    def multiply(self, rows):
         assert len(rows) == self.num_matrices
         return torch.einsum("kij,kj->ki", self.matrices, rows)
 
@@ -188,8 +188,8 @@ class Failing(MatrixMap):
         super().__init__(matrix)
         self.after = after
 
-    def products(self, vectors):
-        products = super().products(vectors)
+    def multiply(self, vectors):
+        products = super().multiply(vectors)
         return products if self.matvecs <= self.after else products * torch.nan
 
 
@@ -545,11 +545,11 @@ def test_operators_are_checked():
         solve(MatrixMap(torch.ones(2, 3)), torch.ones(3))
 
     class Summing(MatrixMap):
-        def products(self, vectors):
+        def multiply(self, vectors):
             return vectors.sum(1)
 
     with pytest.raises(
-        ValueError, match=r"operator.products must keep the shape \(1, 3\) of its vectors, got \(1,\)"
+        ValueError, match=r"operator.multiply must keep the shape \(1, 3\) of its vectors, got \(1,\)"
     ):
         solve(Summing(torch.eye(3)), torch.ones(3), check_symmetry=False)
 

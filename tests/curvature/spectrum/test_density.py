@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from metagrad.curvature.spectrum.density import Density, density
+from metagrad.curvature.spectrum.density import Density, spectral_density
 from tests.curvature.maps import SPECTRA, MatrixMap, matrix
 
 N = 300
@@ -27,7 +27,7 @@ def smoothed(spectrum: torch.Tensor, grid: torch.Tensor, sigma: float) -> torch.
 )
 def test_a_density_has_mass_one_and_the_moments_of_the_spectrum(name, dtype):
     spectrum = SPECTRA[name](N)
-    phi = density(MatrixMap(matrix(name, N).to(dtype)), steps=20, probes=40, generator=generator())
+    phi = spectral_density(MatrixMap(matrix(name, N).to(dtype)), steps=20, probes=40, generator=generator())
     grid = phi.grid()
     assert float(torch.trapezoid(phi(grid).value, grid)) == pytest.approx(1, abs=1e-3)
     torch.testing.assert_close(phi.weights.sum(1), torch.ones(40, dtype=torch.float64))
@@ -43,8 +43,10 @@ def test_a_density_has_mass_one_and_the_moments_of_the_spectrum(name, dtype):
 @pytest.mark.parametrize("steps", [1, 4])
 def test_moments_are_those_of_the_probes_to_degree_2m_minus_1(steps):
     dense, probes = matrix("flat", N), 3
-    phi = density(MatrixMap(dense), steps=steps, probes=probes, generator=generator())
-    long = density(MatrixMap(dense), steps=30, probes=probes, generator=generator())  # the same probes
+    phi = spectral_density(MatrixMap(dense), steps=steps, probes=probes, generator=generator())
+    long = spectral_density(
+        MatrixMap(dense), steps=30, probes=probes, generator=generator()
+    )  # the same probes
     for degree in range(2 * steps):
         torch.testing.assert_close(phi.moment(degree).value, long.moment(degree).value, rtol=1e-11, atol=0)
     assert abs(phi.moment(2 * steps).value - long.moment(2 * steps).value) > 1e-9
@@ -52,7 +54,9 @@ def test_moments_are_those_of_the_probes_to_degree_2m_minus_1(steps):
 
 def test_the_smoothed_density_is_that_of_the_eigenvalues():
     spectrum, sigma = SPECTRA["flat"](N), 0.1
-    phi = density(MatrixMap(matrix("flat", N)), steps=60, probes=60, sigma=sigma, generator=generator())
+    phi = spectral_density(
+        MatrixMap(matrix("flat", N)), steps=60, probes=60, sigma=sigma, generator=generator()
+    )
     grid = torch.linspace(0.5, 3.5, 61, dtype=torch.float64)
     found, exact = phi(grid), smoothed(spectrum, grid, sigma)
     low, high = found.interval(0.999)
@@ -62,7 +66,7 @@ def test_the_smoothed_density_is_that_of_the_eigenvalues():
 
 
 def test_outliers_are_nodes():
-    phi = density(MatrixMap(matrix("indefinite", N)), steps=60, probes=4, generator=generator())
+    phi = spectral_density(MatrixMap(matrix("indefinite", N)), steps=60, probes=4, generator=generator())
     for outlier in (100.0, 50.0, -10.0, -4.0):
         assert ((phi.nodes - outlier).abs().min(1).values < 1e-6).all()
     near = (phi.nodes - 100).abs() < 1e-6
@@ -70,7 +74,7 @@ def test_outliers_are_nodes():
 
 
 def test_two_values_are_two_nodes():
-    phi = density(MatrixMap(matrix("step", N)), probes=64, generator=generator())
+    phi = spectral_density(MatrixMap(matrix("step", N)), probes=64, generator=generator())
     masses = phi.weights * (phi.nodes - 1).abs().lt(1e-9)
     assert float(masses.sum(1).mean()) == pytest.approx(0.05, abs=0.01)
     # The space is invariant after two, up to rounding; otherwise there are many more.
@@ -79,7 +83,7 @@ def test_two_values_are_two_nodes():
 
 @pytest.mark.parametrize(("value", "n"), [(0.0, 2), (2.0, 50), (-5.0, 1)])
 def test_multiples_of_the_identity_are_one_peak(value, n):
-    phi = density(MatrixMap(value * torch.eye(n)), probes=3, generator=generator())
+    phi = spectral_density(MatrixMap(value * torch.eye(n)), probes=3, generator=generator())
     grid = phi.grid()
     assert float(torch.trapezoid(phi(grid).value, grid)) == pytest.approx(1, abs=1e-3)
     rounding = 16 * torch.finfo(torch.float32).eps * abs(value)  # of a product, and a norm of it
@@ -90,7 +94,7 @@ def test_multiples_of_the_identity_are_one_peak(value, n):
 def test_processes_that_end_early_beside_others():
     dense = torch.diag(torch.tensor([0.0, 0.0, 1.0, 2.0], dtype=torch.float64))
     dense[0, 1] = dense[1, 0] = 1.0  # eigenvalues 1 and -1; signs see one of them, (1, 1) or (1, -1)
-    phi = density(MatrixMap(dense), probes=8, generator=generator())
+    phi = spectral_density(MatrixMap(dense), probes=8, generator=generator())
     assert phi.nodes.shape == phi.weights.shape == (8, 4)
     torch.testing.assert_close(phi.weights.sum(1), torch.ones(8, dtype=torch.float64))
     assert phi.nodes.min() >= -1 - 1e-12
@@ -117,12 +121,12 @@ BAD = [
 
 def test_bad_arguments():
     for arguments, message in BAD:
-        with pytest.raises(ValueError, match=rf"density\(operator\): {message}"):
-            density(MatrixMap(torch.eye(4)), **arguments)
+        with pytest.raises(ValueError, match=rf"spectral_density\(operator\): {message}"):
+            spectral_density(MatrixMap(torch.eye(4)), **arguments)
 
 
 def test_bad_arguments_of_a_density():
-    phi = density(MatrixMap(torch.eye(4)), probes=2)
+    phi = spectral_density(MatrixMap(torch.eye(4)), probes=2)
     with pytest.raises(ValueError, match=r"density\.grid\(num_points\): expected at least 2, got 1"):
         phi.grid(1)
     with pytest.raises(TypeError, match=r"density\(grid\): expected floating point, got torch\.int64"):

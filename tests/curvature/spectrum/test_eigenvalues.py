@@ -116,11 +116,11 @@ def test_any_magnitude(magnitude):
     assert pairs.converged
 
 
-@pytest.mark.parametrize("max_products", [20, 25, 41])
-def test_a_budget_is_kept_and_what_is_reached_comes_with_its_bound(max_products):
+@pytest.mark.parametrize("max_matvecs", [20, 25, 41])
+def test_a_budget_is_kept_and_what_is_reached_comes_with_its_bound(max_matvecs):
     operator = MatrixMap(matrix("flat", N))
-    pairs = eigenvalues(operator, 3, max_products=max_products, rtol=1e-10, generator=generator())
-    assert operator.matvecs == pairs.matvecs <= max_products
+    pairs = eigenvalues(operator, 3, max_matvecs=max_matvecs, rtol=1e-10, generator=generator())
+    assert operator.matvecs == pairs.matvecs <= max_matvecs
     assert not pairs.converged
     assert "not converged" in repr(pairs)
     nearest = (pairs.values.unsqueeze(1) - SPECTRA["flat"](N)).abs().min(1).values
@@ -193,7 +193,7 @@ BAD = [
     ({"rtol": -1.0}, r"rtol must be at least 0 and less than 1, got -1\.0"),
     ({"rtol": float("nan")}, "rtol must be at least 0"),
     ({"max_basis": 3}, r"max_basis must be at least k \+ 2 = 4, got 3"),
-    ({"max_products": 3}, "max_products must be at least 4 for k = 2, got 3"),
+    ({"max_matvecs": 3}, "max_matvecs must be at least 4 for k = 2, got 3"),
 ]
 
 

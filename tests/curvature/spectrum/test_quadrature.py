@@ -75,8 +75,8 @@ def test_the_bytes_of_a_chunk_do_not_change_the_result():
 
 def test_at_most_a_chunk_of_probes_is_multiplied_at_once():
     operator, sizes = MatrixMap(matrix("flat", N)), []
-    products = operator.products
-    operator.products = lambda vectors: sizes.append(len(vectors)) or products(vectors)
+    products = operator.multiply
+    operator.multiply = lambda vectors: sizes.append(len(vectors)) or products(vectors)
     trace_of(operator, torch.exp, steps=5, probes=5, chunk=2 * 5 * N * 8, generator=generator())
     assert sizes == [2] * 10 + [1] * 5
 

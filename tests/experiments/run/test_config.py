@@ -25,7 +25,7 @@ OPTIONS = [
 DATA = {
     "task=fewshot": ["task.dataset._target_=mypackage.Data", "task.dataset.args={root:data}"],
     "task=folder": ["task.dataset.root=images"],
-    "task=tabular": ["task.table=boys.csv", "task.task=Subject", "task.x=[age]", "task.y=height"],
+    "task=tabular": ["task.table=boys.csv", "task.task_column=Subject", "task.x=[age]", "task.y=height"],
 }
 
 

@@ -39,7 +39,7 @@ def result_of(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.parametrize("task", ["linear", "gaussian_process"])
+@pytest.mark.parametrize("task", ["lines", "gaussian_process"])
 def test_families_of_curves(run, tmp_path, task):
     folder = run(tmp_path / "run", f"task={task}", "task.shots=3", "task.noise=0.1", "model.sizes=[1,4,1]")
     result = result_of(folder)
@@ -50,10 +50,10 @@ def test_families_of_curves(run, tmp_path, task):
 @pytest.mark.parametrize("x", ["{input: [age]}"])
 def test_tables(run, tmp_path, x):
     (tmp_path / "boys.csv").write_text(CSV)
-    keys = [f"task.table={tmp_path}/boys.csv", "task.task=boy", f"task.x={x}", "task.y=height"]
+    keys = [f"task.table={tmp_path}/boys.csv", "task.task_column=boy", f"task.x={x}", "task.y=height"]
     folder = run(tmp_path / "run", "task=tabular", *keys, "model.sizes=[1,4,1]")
     assert result_of(folder)["protocol"]["tasks"] == (
-        "Tabular tasks by 'boy', 4 rows to adapt to and 4 to be judged on, 4 tasks of the test split"
+        "Tabular tasks by 'boy', 4 support and 4 query rows, 4 tasks of the test split"
     )
 
 
@@ -102,7 +102,7 @@ def test_workers_change_nothing(composed, images):
 
 def test_splits_of_a_run_have_no_class_in_common(composed, tmp_path):
     (tmp_path / "boys.csv").write_text(CSV)
-    keys = [f"task.table={tmp_path}/boys.csv", "task.task=boy", "task.x=[age]", "task.y=height"]
+    keys = [f"task.table={tmp_path}/boys.csv", "task.task_column=boy", "task.x=[age]", "task.y=height"]
     splits = build_splits(composed("task=tabular", *keys))
     tasks = [set(split.tasks) for split in splits]
     assert [len(part) for part in tasks] == [13, 3, 4]

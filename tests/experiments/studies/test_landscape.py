@@ -111,7 +111,7 @@ def test_the_objectives_are_those_of_plain_torch(small, monkeypatch):
     torch.manual_seed(3)
     found = gradient(RunConfig("", Method.gd, 0.5, penalty=0.7))
     torch.manual_seed(3)
-    probes = mg.curvature.draw(
+    probes = mg.curvature.sample_probes(
         1, sum(p.numel() for p in params), distribution="rademacher", dtype=torch.float64, device="cpu"
     )[0].split([p.numel() for p in params])
     probes = [probe.view_as(p) for probe, p in zip(probes, params, strict=True)]

@@ -89,7 +89,7 @@ def meta_batch(tasks=3):
 
 
 def seen(report):
-    return [(f.module, f.kind, f.verdict, f.order) for f in report.findings]
+    return [(f.module, f.kind, f.status, f.order) for f in report.findings]
 
 
 def test_a_smooth_network_has_no_finding():
@@ -103,13 +103,13 @@ def test_a_smooth_network_has_no_finding():
 
 
 @pytest.mark.parametrize(
-    ("function", "verdict", "order"),
+    ("function", "status", "order"),
     [(Detached, "wrong", 2), (Wrong, "wrong", 1), (Once, "wrong", 2), (Raising, "missing", 2)],
 )
-def test_a_custom_function_is_found_and_its_module_named(function, verdict, order):
+def test_a_custom_function_is_found_and_its_module_named(function, status, order):
     model = nn.Sequential(nn.Linear(4, 4), chain(nn.Sequential(nn.Tanh(), Applied(function))))
     report = mg.preflight(model, F.mse_loss, plain())
-    assert seen(report) == [("1.1.1", "Applied", verdict, order)]
+    assert seen(report) == [("1.1.1", "Applied", status, order)]
     assert not report.ok
     with pytest.raises(MissingDerivative, match=rf"preflight: 1\.1\.1 \(Applied\).*order {order}"):
         report.raise_for_errors()
@@ -136,7 +136,7 @@ def test_a_wrong_loss_is_named():
 
 def test_a_defect_behind_a_known_one_is_found():
     report = mg.preflight(chain(Applied(Once), Applied(Detached)), F.mse_loss, plain())
-    assert {(f.module, f.verdict) for f in report.findings} == {("1", "wrong"), ("2", "wrong")}
+    assert {(f.module, f.status) for f in report.findings} == {("1", "wrong"), ("2", "wrong")}
 
 
 def test_only_orders_up_to_the_given_one_are_checked():
@@ -276,8 +276,8 @@ def test_what_detaches_on_purpose_is_named_and_said_to():
             return x + (x.round() - x).detach()
 
     (finding,) = mg.preflight(chain(Rounded()), F.mse_loss, plain()).findings
-    assert (finding.module, finding.verdict, finding.order) == ("1", "wrong", 1)
-    assert "straight-through" in finding.remedy
+    assert (finding.module, finding.status, finding.order) == ("1", "wrong", 1)
+    assert "straight-through" in finding.suggestion
 
 
 class Branching(nn.Module):
@@ -293,7 +293,7 @@ def test_what_vmap_does_not_take_is_told(model, reason):
     report = mg.preflight(model(), F.mse_loss, meta_batch(), inner=rules.sgd(lr=0.1), steps=1)
     (finding,) = report.findings
     assert report.ok
-    assert finding.verdict == "slower"
+    assert finding.status == "slower"
     assert reason in finding.reason
     assert "task_chunk=1" in finding.reason
 

@@ -157,7 +157,7 @@ def test_classes_by_label_by_name_and_by_split():
 
 
 def test_small_classes_are_left_out_when_told_to():
-    tasks = FewShot(Lazy(), 2, 4, 5, small="skip")
+    tasks = FewShot(Lazy(), 2, 4, 5, on_small="skip")
     assert tasks.skipped == ["ant"]
     assert tasks.classes == ["bee", "cat", "dog"]
     assert (tasks.sample(20).support.x[..., 1] > 0).all()

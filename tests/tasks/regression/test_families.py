@@ -11,15 +11,15 @@ from metagrad.tasks import (
     Curves,
     GaussianProcess,
     Harmonic,
-    Linear,
+    Lines,
     Regression,
     Sinusoid,
     SinusoidOrLine,
-    Step,
+    StepFunctions,
 )
 from metagrad.tasks.regression.gaussian_process import KERNELS
 
-FAMILIES = [Sinusoid, Linear, Step, SinusoidOrLine, Harmonic, GaussianProcess]
+FAMILIES = [Sinusoid, Lines, StepFunctions, SinusoidOrLine, Harmonic, GaussianProcess]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -40,8 +40,8 @@ def harmonic(x, frequency, phase1, phase2, amplitude1, amplitude2):
 
 FORMULAS = {
     Sinusoid: sinusoid,
-    Linear: lambda x, slope, intercept: slope * x + intercept,
-    Step: lambda x, left, right, position: right if x >= position else left,
+    Lines: lambda x, slope, intercept: slope * x + intercept,
+    StepFunctions: lambda x, left, right, position: right if x >= position else left,
     SinusoidOrLine: sinusoid_or_line,
     Harmonic: harmonic,
 }
@@ -160,8 +160,12 @@ def test_one_formula_is_a_family():
 @pytest.mark.parametrize(
     ("family", "arguments", "message"),
     [
-        (Linear, {"slope": (1.0, 0.0)}, r"Linear: slope must be \(lowest, highest\).* got \(1.0, 0.0\)"),
-        (Step, {"position": (0.0, math.inf)}, "Step: position must be .* finite and ascending"),
+        (Lines, {"slope": (1.0, 0.0)}, r"Lines: slope must be \(lowest, highest\).* got \(1.0, 0.0\)"),
+        (
+            StepFunctions,
+            {"position": (0.0, math.inf)},
+            "StepFunctions: position must be .* finite and ascending",
+        ),
         (
             SinusoidOrLine,
             {"probability": 1.5},

@@ -6,7 +6,7 @@ import torch
 import metagrad as mg
 from metagrad import hypergrad
 from metagrad.curvature import SolveError
-from metagrad.hypergrad import attach
+from metagrad.hypergrad import implicit_diff
 
 METHODS = {
     "cg": hypergrad.CG(steps=10),
@@ -43,7 +43,7 @@ def test_minima_of_stacked_tasks_have_the_derivative_of_the_closed_form(method):
     log = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(3, 4, dtype=torch.float64)
     params = minima(log.detach())
-    found = attach(lambda p: losses(p, log), params, method=method)
+    found = implicit_diff(lambda p: losses(p, log), params, method=method)
     assert all(torch.equal(found[name], params[name]) for name in params)
     scalar = ((found["w"].sin() + found["b"] ** 2) * weights).sum()
     again = minima(log)
@@ -68,7 +68,7 @@ def test_tasks_that_run_together_have_what_they_have_alone(method):
             values = (torch.einsum("tnd,td->tn", x[of], p["w"]) + p["b"]).square().mean(1)
             return values + lam * (p["w"].square().sum(1) + p["w"].sin().sum(1) / 5)
 
-        found = attach(losses, {name: p[of] for name, p in params.items()}, method=method)
+        found = implicit_diff(losses, {name: p[of] for name, p in params.items()}, method=method)
         return torch.autograd.grad((found["w"].sin().sum() + found["b"].sum()), lam)[0]
 
     alone = torch.cat([derivative([i]) for i in range(3)])
@@ -81,14 +81,18 @@ def test_gradients_flow_to_whatever_the_loss_was_computed_from():
     s = torch.tensor(2.0, requires_grad=True)
     root = torch.tensor(3.0, requires_grad=True)
     c = root**2
-    found = attach(lambda p: (p["phi"] - s * c) ** 2, {"phi": torch.tensor(18.0)}, method=hypergrad.CG())
+    found = implicit_diff(
+        lambda p: (p["phi"] - s * c) ** 2, {"phi": torch.tensor(18.0)}, method=hypergrad.CG()
+    )
     found["phi"].backward()
     assert (s.grad, root.grad) == (torch.tensor(9.0), torch.tensor(12.0))
 
 
 def test_a_second_derivative_is_refused():
     lam = torch.tensor(3.0, requires_grad=True)
-    found = attach(lambda p: (p["phi"] - lam**2) ** 2, {"phi": torch.tensor(9.0)}, method=hypergrad.CG())
+    found = implicit_diff(
+        lambda p: (p["phi"] - lam**2) ** 2, {"phi": torch.tensor(9.0)}, method=hypergrad.CG()
+    )
     (first,) = torch.autograd.grad(found["phi"], lam, create_graph=True)
     assert first == 6
     with pytest.raises(RuntimeError, match=r"not differentiable again. Take mg.hypergradient"):
@@ -98,13 +102,17 @@ def test_a_second_derivative_is_refused():
 def test_without_grad_mode_there_is_no_graph():
     lam = torch.tensor(3.0, requires_grad=True)
     with torch.no_grad():
-        found = attach(lambda p: (p["phi"] - lam) ** 2, {"phi": torch.tensor(3.0)}, method=hypergrad.CG())
+        found = implicit_diff(
+            lambda p: (p["phi"] - lam) ** 2, {"phi": torch.tensor(3.0)}, method=hypergrad.CG()
+        )
     assert not found["phi"].requires_grad
 
 
 def test_a_cotangent_that_is_not_finite_stays_with_its_task():
     lam = torch.ones(2, 1, requires_grad=True)
-    found = attach(lambda p: ((p["phi"] - lam) ** 2).sum(1), {"phi": torch.ones(2, 1)}, method=hypergrad.CG())
+    found = implicit_diff(
+        lambda p: ((p["phi"] - lam) ** 2).sum(1), {"phi": torch.ones(2, 1)}, method=hypergrad.CG()
+    )
     (gradient,) = torch.autograd.grad((found["phi"] * torch.tensor([[torch.nan], [3.0]])).sum(), lam)
     assert gradient[0].isnan()
     assert gradient[1] == 3
@@ -112,7 +120,9 @@ def test_a_cotangent_that_is_not_finite_stays_with_its_task():
 
 def test_an_indefinite_hessian_names_its_task():
     lam = torch.tensor([[1.0], [-1.0]], requires_grad=True)
-    found = attach(lambda p: (lam * p["phi"] ** 2).sum(1), {"phi": torch.ones(2, 1)}, method=hypergrad.CG())
+    found = implicit_diff(
+        lambda p: (lam * p["phi"] ** 2).sum(1), {"phi": torch.ones(2, 1)}, method=hypergrad.CG()
+    )
     with pytest.raises(SolveError, match="of task 1 of 2: It is not positive definite"):
         found["phi"].sum().backward()
 
@@ -136,12 +146,12 @@ def test_bad_input_is_refused():
         (torch.ones(()), hypergrad.CG(), TypeError, "inner_loss must be a function"),
     ]:
         with pytest.raises(error, match=message):
-            attach(inner, {"phi": torch.ones(2)}, method=method)
+            implicit_diff(inner, {"phi": torch.ones(2)}, method=method)
 
 
 def test_parameters_that_are_none_are_refused():
     for params, error, message in [
-        ({}, ValueError, r"attach\(inner_loss, params\): there are no parameters"),
+        ({}, ValueError, r"implicit_diff\(inner_loss, params\): there are no parameters"),
         ((torch.ones(2),), TypeError, "expected a dict of parameters by name.*got tuple"),
         ({"phi": torch.arange(2)}, TypeError, "'phi' must be strided and real floating point, got .*int64"),
         (
@@ -151,7 +161,7 @@ def test_parameters_that_are_none_are_refused():
         ),
     ]:
         with pytest.raises(error, match=message):
-            attach(square, params, method=hypergrad.CG())
+            implicit_diff(square, params, method=hypergrad.CG())
 
 
 @pytest.mark.parametrize("size", [1e-5, 2e4])
@@ -161,7 +171,9 @@ def test_cotangents_of_any_size_are_solved_for(size, dtype):
     lam = torch.ones(60, dtype=dtype, requires_grad=True)
     weights = torch.linspace(1, 4, 60).to(dtype)
     params = {"phi": lam.detach()}
-    found = attach(lambda p: (weights * (p["phi"] - lam).square()).sum() / 2, params, method=hypergrad.CG())
+    found = implicit_diff(
+        lambda p: (weights * (p["phi"] - lam).square()).sum() / 2, params, method=hypergrad.CG()
+    )
     (gradient,) = torch.autograd.grad(found["phi"], lam, torch.full((60,), size, dtype=dtype))
     torch.testing.assert_close(gradient, torch.full_like(gradient, size), rtol=5e-2, atol=0)
 
@@ -174,7 +186,7 @@ def test_cotangents_of_any_size_are_solved_for(size, dtype):
 def test_a_parameter_that_the_loss_does_not_depend_on_is_a_constant(method):
     lam = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     params = {"none": torch.ones(3, dtype=torch.float64), "phi": lam.detach() ** 2}
-    found = attach(lambda p: (p["phi"] - lam**2).square().sum(), params, method=method)
+    found = implicit_diff(lambda p: (p["phi"] - lam**2).square().sum(), params, method=method)
     (gradient,) = torch.autograd.grad(found["phi"].sum() + found["none"].prod(), lam)
     assert torch.allclose(gradient, 2 * lam)
     assert torch.equal(found["none"], params["none"])
@@ -182,7 +194,7 @@ def test_a_parameter_that_the_loss_does_not_depend_on_is_a_constant(method):
 
 def test_transforms_of_torch_func_are_refused():
     def value(lam):
-        found = attach(lambda p: (p["phi"] - lam) ** 2, {"phi": torch.ones(())}, method=hypergrad.CG())
+        found = implicit_diff(lambda p: (p["phi"] - lam) ** 2, {"phi": torch.ones(())}, method=hypergrad.CG())
         return found["phi"]
 
     with pytest.raises(ValueError, match="transform there is no tape"):
@@ -191,7 +203,7 @@ def test_transforms_of_torch_func_are_refused():
 
 def test_tasks_have_no_nystrom_approximation():
     lam = torch.ones(2, 1, requires_grad=True)
-    found = attach(
+    found = implicit_diff(
         lambda p: ((p["phi"] - lam) ** 2).sum(1), {"phi": torch.ones(2, 1)}, method=hypergrad.Nystrom(1)
     )
     with pytest.raises(ValueError, match="approximates one Hessian, and tasks have one each"):

@@ -18,17 +18,17 @@ from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.solvers.implicit import refuse_derivatives
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
 
-CALL = "attach(inner_loss, params)"
+CALL = "implicit_diff(inner_loss, params)"
 LOOSE_FOR_TASKS = 0.1
 """As :data:`~metagrad.hypergrad.implicit.LOOSE`: gradients of few tasks are not worth more steps than this."""
 
 _ONCE = (
-    "attach(inner_loss, params): the derivative of a minimum by an implicit method is not differentiable again. Take "
-    "mg.hypergradient(..., create_graph=True), or differentiate through the steps."
+    "implicit_diff(inner_loss, params): the derivative of a minimum by an implicit method is not differentiable "
+    "again. Take mg.hypergradient(..., create_graph=True), or differentiate through the steps."
 )
 
 
-def attach(
+def implicit_diff(
     inner_loss: Callable[[Params], Tensor],
     params: Params,
     *,
@@ -66,7 +66,7 @@ def attach(
 
         >>> lam = torch.tensor(3.0, requires_grad=True)
         >>> def inner(params): return (params["phi"] - lam**2) ** 2
-        >>> found = metagrad.hypergrad.attach(
+        >>> found = metagrad.hypergrad.implicit_diff(
         ...     inner, {"phi": torch.tensor(9.0)}, method=metagrad.hypergrad.CG()
         ... )
         >>> metagrad.grad(found["phi"], lam)
@@ -151,7 +151,7 @@ class _TaskHessians:
         self._recorded = recorded_gradient(call, losses.sum(), params)
         self.slopes = zeros_for_none(self._recorded.outputs, self.leaves)
 
-    def products(self, vectors: Tensor) -> Tensor:
+    def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply each row with its own matrix."""
         return self.join(self._recorded.pull(self.split(vectors)))
 
