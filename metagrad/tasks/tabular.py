@@ -1,20 +1,19 @@
-"""Tasks made of the rows of a table, of which a column says to which task a row belongs."""
+"""Tasks made of the rows of a table. One column names the task of each row."""
 
 from __future__ import annotations
 
-import csv
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from metagrad.core._torch import from_numpy
-from metagrad.core.checks import check_choice, is_mapping
+from metagrad.core.checks import check_choice, check_type, is_mapping
 from metagrad.core.tree import tree_map
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
-from metagrad.tasks._data_root import find_path
+from metagrad.tasks._columns import Table, read_table
 from metagrad.tasks._groups import Groups
 from metagrad.tasks._splits import choose_split, split_name
 from metagrad.tasks.batch import Batch, Examples
@@ -27,41 +26,57 @@ Inputs = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
 class Tabular:
-    r"""Predict a column of a table from others, each task from a few rows that share a value of a third.
+    r"""Predict a column of a table from other columns. Rows with the same value in a third column form a task.
 
-    The task column says which rows belong together: the user of a rating, the subject of a measurement. A task
-    of a batch is one value of it, drawn with equal probability, and `shots + queries` of its rows, drawn without
-    replacement. Tasks are drawn independently, so a batch may have one twice.
+    The task column says which rows belong together, for example the user of a rating or the subject of a
+    measurement. A task of a batch is one of its values, drawn with equal probability, and `shots + queries` of the
+    rows with this value, drawn without replacement. Tasks are drawn independently, so a batch may contain a task
+    twice.
+
+    **Types.** Entries of a mapping or a data frame keep their type. The fields of a CSV file are text, without the
+    white space around them, whatever they look like: the ids `007`, `7` and `1_1` are three tasks.
+
+    | use of a column | what it may hold |
+    | --- | --- |
+    | in a list in `x`, or as `y` | numbers, dates (in days since 1970-01-01), or text such as `-1.5e3` |
+    | as `task_column`, as `x` by its name, or as `y` with `classify=True` | integers, floats, dates, or text |
+    | declared in `column_types` | values of that type, or text that is parsed as that type |
+
+    A value is missing if it is None, NaN, empty, or one of the words NA, N/A, NaN, NaT, null and None in any case.
+    In a column that is declared as text only empty fields are missing.
 
     Args:
-        table: The path of a CSV file, also relative to `$METAGRAD_DATA`; a mapping from names to columns; or
+        table: The path of a CSV file, which may be relative to `$METAGRAD_DATA`; a mapping from names to columns; or
             a data frame.
         task_column: The column whose values are the tasks.
-        x: What a model gets. A list of columns of numbers makes [tasks, rows, columns] of floating type. The name of
-            one column makes [tasks, rows]: ids, where it holds integers or text, which is numbered in sorted
-            order. A mapping from the names of a model's arguments to such makes a dict of them.
-        y: The column to predict: [tasks, rows, 1] of floating type, or classes.
-        shots: Rows of a task to adapt to.
-        queries: Rows of a task to be evaluated on.
-        classify: Whether y are classes, [tasks, rows] int64, numbered in sorted order.
-        standardize: Whether columns in lists, and y if it is a number, are shifted and scaled to mean 0 and
-            variance 1 over the rows of the training tasks, or without a split of the tasks given.
-        tasks: Values of the task column to use; or lists of them by the name of the split; None is all.
-        split: The split that tasks are drawn from. Where nobody has split them, 64, 16 and 20 % are dealt out to
-            `"train"`, `"validation"` and `"test"`, always the same ones.
-        on_small: What becomes of tasks that have too few rows: `"raise"` names them, `"skip"` leaves them out.
-        device: Where the table is kept and tasks are drawn; None is torch's default device.
+        x: Inputs of the model. A list of columns gives a floating-point tensor [tasks, rows, columns]. The name of
+            one column gives [tasks, rows]: text is numbered in sorted order, numbers stay as they are. A mapping
+            from argument names of the model to either of these gives a dict of tensors.
+        y: The column to predict, floating-point [tasks, rows, 1].
+        shots: Number of support rows of a task.
+        queries: Number of query rows of a task.
+        classify: True if y holds classes. They are numbered in sorted order, int64 [tasks, rows].
+        standardize: True to shift and scale the columns in lists, and y if it is a number, to mean 0 and variance 1
+            over the rows of the training tasks.
+        tasks: Values of the task column to use; or lists of them by the name of the split; None uses all.
+        split: The split that tasks are drawn from. Without lists in `tasks`, 64, 16 and 20 % of the tasks form
+            `"train"`, `"validation"` and `"test"`, which are the same in every call.
+        on_small: `"raise"` raises an error if a task has too few rows, `"skip"` leaves the task out.
+        missing: `"raise"` raises an error if a value is missing in a column that is used, `"skip"` leaves the row
+            out.
+        column_types: Types of columns by name: `"integer"`, `"float"`, `"date"` (such as `2024-03-01`) or `"text"`.
+        device: Device of the table; None is torch's default device.
         dtype: Floating-point type; None is torch's default type.
 
     Attributes:
-        tasks: The values of the task column that tasks are drawn from.
-        skipped: Those that were left out since they have too few rows.
-        categories: The sorted values of each column that is numbered: number k stands for `categories[name][k]`.
+        tasks: Values of the task column that tasks are drawn from.
+        skipped: Values of the task column that were left out because they have too few rows.
+        num_missing: Number of rows that were left out because a value is missing.
+        categories: Sorted values of each column that is numbered. Number k stands for `categories[name][k]`.
 
     Raises:
-        ValueError: For a column that is not there, has gaps or the wrong type, for tasks that are not there or too
-            small.
-        TypeError: For a table of another kind.
+        ValueError: A column does not exist, has gaps or the wrong type, or a task does not exist or is too small.
+        TypeError: `table` is of another type.
 
     Examples:
         >>> table = {"who": [1, 1, 1, 2, 2, 2], "age": [1, 2, 3, 1, 2, 3], "size": [3, 5, 7, 2, 3, 4]}
@@ -85,11 +100,17 @@ class Tabular:
         tasks: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
         split: str | None = None,
         on_small: str = "raise",
+        missing: str = "raise",
+        column_types: Mapping[str, str] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_counts("Tabular", {"shots": shots, "queries": queries})
+        check_type("Tabular(..., task_column)", task_column, str)
+        check_type("Tabular(..., x)", x, str, list, tuple, Mapping)
+        check_type("Tabular(..., y)", y, str)
         check_choice("Tabular(on_small)", on_small, ("raise", "skip"))
+        check_choice("Tabular(missing)", missing, ("raise", "skip"))
         self.task_column = task_column
         self.shots = shots
         self.queries = queries
@@ -98,16 +119,20 @@ class Tabular:
         self.device: torch.device = torch.get_default_device() if device is None else torch.device(device)
         self.dtype: torch.dtype = torch.get_default_dtype() if dtype is None else dtype
         check_float_dtype("Tabular", self.dtype)
-        columns = read_columns("Tabular", table)
+        columns = read_table("Tabular", table)
+        columns.declare(column_types)
+        used = [("task_column", task_column), ("y", y), *(("x", name) for name in _names_in(x))]
+        self.num_missing: int = columns.keep_complete(used, missing)
         self.categories: dict[str, list[Any]] = {}
-        known, codes = np.unique(
-            column_of("Tabular", "task_column", columns, task_column), return_inverse=True
-        )
+        known, codes = np.unique(columns.ids("task_column", task_column), return_inverse=True)
         names = known.tolist()
         self._choose_tasks(names, codes, tasks, on_small)
         rows = self._training_rows(names, codes, tasks) if standardize else None
         self._x = self._inputs(columns, x, rows)
-        self._y = self._targets(columns, y, rows)
+        if classify:
+            self._y = self._numbered(y, columns.ids("y", y))
+        else:
+            self._y = self._numbers(columns, "y", [y], rows)
 
     @property
     def protocol_description(self) -> str:
@@ -158,7 +183,7 @@ class Tabular:
         self._groups = Groups(from_numpy(of_names[codes]), len(self.tasks), self.device)
 
     def _training_rows(self, names: list[Hashable], codes: np.ndarray, wanted: Any) -> np.ndarray:
-        """Return which rows mean and variance are of: those of training tasks, as no others may be looked at."""
+        """Return which rows give mean and variance: the rows of the training tasks, if tasks are split."""
         has_training = self.split is not None and (
             not is_mapping(wanted) or "train" in map(split_name, wanted)
         )
@@ -166,150 +191,41 @@ class Tabular:
         training = set(choose_split("Tabular", "tasks", names, wanted, split))
         return np.array([name in training for name in names])[codes]
 
-    def _inputs(self, columns: Columns, x: Inputs, rows: np.ndarray | None) -> Tensor | dict[str, Tensor]:
+    def _inputs(self, table: Table, x: Inputs, rows: np.ndarray | None) -> Tensor | dict[str, Tensor]:
         if isinstance(x, Mapping):
-            return {name: self._input(columns, part, rows) for name, part in x.items()}
-        return self._input(columns, x, rows)
+            return {name: self._input(table, part, rows) for name, part in x.items()}
+        return self._input(table, x, rows)
 
-    def _input(self, columns: Columns, names: str | Sequence[str], rows: np.ndarray | None) -> Tensor:
-        if isinstance(names, str):
-            column = column_of("Tabular", "x", columns, names)
-            return self._tensor(self._numbered(names, column) if column.dtype.kind == "U" else column)
-        if not names:
-            raise ValueError("Tabular: x must name a column at least, got an empty list.")
-        numbers = [_numbers("x", name, column_of("Tabular", "x", columns, name)) for name in names]
-        return self._tensor(_standardized(np.stack(numbers, 1), rows))
+    def _input(self, table: Table, names: str | Sequence[str], rows: np.ndarray | None) -> Tensor:
+        if not isinstance(names, str):
+            return self._numbers(table, "x", names, rows)
+        values = table.ids("x", names)
+        return self._numbered(names, values) if values.dtype.kind == "O" else self._tensor(values)
 
-    def _targets(self, columns: Columns, y: str, rows: np.ndarray | None) -> Tensor:
-        column = column_of("Tabular", "y", columns, y)
-        if self.classify:
-            return self._tensor(self._numbered(y, column))
-        return self._tensor(_standardized(_numbers("y", y, column)[:, None], rows))
+    def _numbers(self, table: Table, argument: str, names: Sequence[str], rows: np.ndarray | None) -> Tensor:
+        """Return columns of numbers, scaled to mean 0 and variance 1 over some rows unless there are none."""
+        values = np.stack([table.numbers(argument, name) for name in names], 1)
+        if rows is not None:
+            spread = values[rows].std(0)
+            values = (values - values[rows].mean(0)) / np.where(spread > 0, spread, 1)
+        return self._tensor(values)
 
-    def _numbered(self, name: str, column: np.ndarray) -> np.ndarray:
+    def _numbered(self, name: str, column: np.ndarray) -> Tensor:
+        """Return the position of each value among the sorted values."""
         values, codes = np.unique(column, return_inverse=True)
         self.categories[name] = values.tolist()
-        return np.ravel(codes)
+        return self._tensor(np.ravel(codes))
 
     def _tensor(self, column: np.ndarray) -> Tensor:
         values = from_numpy(column)
         return values.to(device=self.device, dtype=self.dtype if values.is_floating_point() else None)
 
 
-def _numbers(argument: str, name: str, column: np.ndarray) -> np.ndarray:
-    if column.dtype.kind == "U":
-        remedy = (
-            "pass classify=True for classes"
-            if argument == "y"
-            else f"pass x={{'argument': {name!r}}} for ids, or one-hot columns"
-        )
-        raise ValueError(f"Tabular: the column {argument}={name!r} is text, and must hold numbers; {remedy}.")
-    return column.astype(np.float64)
-
-
-def _standardized(values: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
-    """Shift and scale columns to mean 0 and variance 1 over some of the rows; constant ones are shifted alone."""
-    if rows is None:
-        return values
-    spread = values[rows].std(0)
-    return (values - values[rows].mean(0)) / np.where(spread > 0, spread, 1)
-
-
-Columns = dict[str, "np.ndarray[Any, Any]"]
-
-MISSING = {"", "na", "nan", "null", "none"}  # of a file, whatever the case
-
-
-def read_columns(call: str, table: Any) -> Columns:
-    """Return the columns of a table: a path of a CSV file, a mapping or a data frame.
-
-    Raises:
-        ValueError: The file is not there or not such a table, columns differ in length, or there are no rows.
-        TypeError: It is something else.
-    """
-    columns: Columns
-    if isinstance(table, str) or hasattr(table, "__fspath__"):
-        columns = read_csv(call, table)
-    elif is_mapping(table):
-        columns = {str(name): np.asarray(column) for name, column in table.items()}
-    elif hasattr(table, "columns"):
-        columns = {str(name): np.asarray(table[name]) for name in table.columns}
-    else:
-        raise TypeError(
-            f"{call}: table must be the path of a CSV file, a dict of columns or a data frame, "
-            f"got a {type(table).__name__}."
-        )
-    lengths = {name: column.shape for name, column in columns.items()}
-    if len(set(lengths.values())) != 1 or len(next(iter(lengths.values()))) != 1:
-        raise ValueError(f"{call}: the columns of table must be of one length, [rows], got {lengths}.")
-    if not len(next(iter(columns.values()))):
-        raise ValueError(f"{call}: table has no rows.")
-    return {name: _plain(column) for name, column in columns.items()}
-
-
-def read_csv(call: str, path: str | os.PathLike[str]) -> Columns:
-    """Return the columns of a CSV file, which begins with their names; blank lines are left out."""
-    found = find_path(call, path)
-    try:
-        with found.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            lines = [(reader.line_num, fields) for fields in reader if fields]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{call}: {found} is not a CSV file in UTF-8: {error}.") from error
-    header, *rows = [fields for _, fields in lines] or [[]]
-    names = [name for name in header if name]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"{call}: {found} must begin with the names of its columns, each once, got {header}."
-        )
-    for number, fields in lines:
-        if len(fields) != len(header):
-            raise ValueError(
-                f"{call}: line {number} of {found} must have {len(header)} fields, got {len(fields)}."
-            )
-    return {name: _parsed([row[k] for row in rows]) for k, name in enumerate(header)}
-
-
-def column_of(call: str, argument: str, columns: Columns, name: str) -> np.ndarray:
-    """Return a column without missing values.
-
-    Raises:
-        ValueError: There is no column of that name, or values are missing.
-    """
-    if name not in columns:
-        raise ValueError(
-            f"{call}: {argument}={name!r} is none of the columns {', '.join(map(repr, columns))}."
-        )
-    column = columns[name]
-    if column.dtype.kind == "f" and (missing := int((~np.isfinite(column)).sum())):
-        raise ValueError(
-            f"{call}: {missing} of {len(column)} rows have no finite value in {argument}={name!r}. Leave these rows "
-            "out, or fill them."
-        )
-    return column
-
-
-def _plain(column: np.ndarray) -> np.ndarray:
-    """Return numbers as int64 or float64, and everything else as text."""
-    if column.dtype.kind in "biu":
-        return column.astype(np.int64)
-    return column.astype(np.float64) if column.dtype.kind == "f" else column.astype(str)
-
-
-def _parsed(fields: list[str]) -> np.ndarray:
-    gaps = [field.strip().lower() in MISSING for field in fields]
-    if not any(gaps) and _all(int, fields):
-        return np.array([int(field) for field in fields])
-    given = [field for field, gap in zip(fields, gaps, strict=True) if not gap]
-    if given and _all(float, given):
-        return np.array([np.nan if gap else float(field) for field, gap in zip(fields, gaps, strict=True)])
-    return np.array(fields)
-
-
-def _all(parse: type, fields: Iterable[str]) -> bool:
-    try:
-        for field in fields:
-            parse(field)
-    except ValueError:
-        return False
-    return True
+def _names_in(x: Inputs) -> list[str]:
+    """Return the columns that a model gets, each list of which must name one at least."""
+    names: list[str] = []
+    for part in x.values() if isinstance(x, Mapping) else [x]:
+        names += [part] if isinstance(part, str) else list(part)
+        if not part:
+            raise ValueError(f"Tabular: x must name at least one column, got {x!r}.")
+    return names
