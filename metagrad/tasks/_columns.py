@@ -179,7 +179,7 @@ class Table:
 def is_missing(entry: Any, words: Container[str] = ("",)) -> bool:
     """Return whether an entry is None, NaN, NaT, the NA of pandas, or text that is one of some words."""
     if isinstance(entry, str):
-        return entry.lower() in words
+        return entry.strip().lower() in words
     if isinstance(entry, (float, np.floating, np.datetime64)):
         return bool(entry != entry)
     return entry is None or type(entry).__name__ in ("NAType", "NaTType")

@@ -1,13 +1,125 @@
-"""Items by the class or the task that they belong to, and draws of them without replacement."""
+"""Groups of items, which are classes or tasks: published and other splits, members, and draws of these."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import json
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T", bound=Hashable)
+
+SHARES = {"train": 0.64, "validation": 0.16, "test": 0.20}  # as the published splits of 100 classes
+_OTHER_NAMES = {"training": "train", "val": "validation", "valid": "validation", "testing": "test"}
+
+
+@functools.lru_cache
+def published_splits() -> dict[str, dict[str, Any]]:
+    """Return the published splits of data sets, by the name of the data set and of the split."""
+    return json.loads(Path(__file__).with_name("published_splits.json").read_text(encoding="utf-8"))
+
+
+def split_name(name: str) -> str:
+    """Return the name of a split as it is used here: `val` and `valid` are `validation`."""
+    return _OTHER_NAMES.get(name.lower(), name.lower())
+
+
+def choose_split(
+    call: str,
+    argument: str,
+    known: Sequence[T],
+    wanted: Sequence[T] | Mapping[str, Sequence[T]] | None,
+    split: str | None,
+) -> list[T]:
+    """Return those groups of a data set that tasks are made of.
+
+    Args:
+        call: How errors begin.
+        argument: How errors name the groups, as `"classes"`.
+        known: All groups of the data set.
+        wanted: Some of them; or lists of them by the name of the split; or None.
+        split: The name of the split; None where there is none. Groups that nobody has split are dealt out,
+            64, 16 and 20 % of them, in an order that depends on their number alone.
+
+    Raises:
+        ValueError: A group or a split is not there, a group is twice in a list or in two splits, or a split has two
+            names.
+    """
+    if isinstance(wanted, Mapping):
+        return _from_mapping(call, argument, known, wanted, split)
+    if wanted is not None:
+        if split is not None:
+            raise ValueError(
+                f"{call}: split={split!r} needs {argument}= by split, as {{'train': [...], 'test': [...]}}, "
+                "got one list. Leave one of them out."
+            )
+        return _checked(call, argument, known, wanted)
+    return list(known) if split is None else dealt(call, known, split)
+
+
+def dealt(call: str, known: Sequence[T], split: str) -> list[T]:
+    """Deal groups out to the three splits, and return those of one."""
+    name = split_name(split)
+    if name not in SHARES:
+        raise ValueError(f"{call}: split must be one of {', '.join(map(repr, SHARES))}, got {split!r}.")
+    order = np.random.default_rng(0).permutation(len(known))
+    ends = np.round(np.cumsum([0, *SHARES.values()]) * len(known)).astype(int)
+    number = list(SHARES).index(name)
+    return [known[i] for i in sorted(order[ends[number] : ends[number + 1]])]
+
+
+def _from_mapping(
+    call: str, argument: str, known: Sequence[T], wanted: Mapping[str, Sequence[T]], split: str | None
+) -> list[T]:
+    splits = {split_name(name): groups for name, groups in wanted.items()}
+    if len(splits) < len(wanted):
+        names = ", ".join(map(repr, wanted))
+        raise ValueError(
+            f"{call}: {argument} must have every split once, got {names}: two of these mean the same."
+        )
+    if split is None or split_name(split) not in splits:
+        names = ", ".join(map(repr, splits))
+        raise ValueError(f"{call}: split must be one of {names}, as {argument} are by split, got {split!r}.")
+    homes: dict[T, str] = {}
+    for name, groups in splits.items():
+        for group in groups:
+            if homes.setdefault(group, name) != name:
+                raise ValueError(
+                    f"{call}: {group!r} is in the splits {homes[group]!r} and {name!r} of {argument}, which must "
+                    "have nothing in common."
+                )
+    return _checked(call, argument, known, splits[split_name(split)])
+
+
+def _checked(call: str, argument: str, known: Sequence[T], wanted: Sequence[T]) -> list[T]:
+    there = set(known)
+    unknown = [group for group in wanted if group not in there]
+    if unknown:
+        raise ValueError(
+            f"{call}: {argument} has {unknown[0]!r}{_and_more(len(unknown))}, which the data do not have; there "
+            f"are {len(known)}: {listed(known)}."
+        )
+    twice = next((group for group, count in Counter(wanted).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"{call}: {argument} has {twice!r} twice.")
+    return list(wanted)
+
+
+def listed(values: Sequence[object], most: int = 5) -> str:
+    """Return a few values for an error."""
+    return ", ".join(map(repr, values[:most])) + (", ..." if len(values) > most else "")
+
+
+def _and_more(number: int) -> str:
+    return f" and {number - 1} more" if number > 1 else ""
 
 
 class Groups:

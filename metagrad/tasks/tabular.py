@@ -14,8 +14,7 @@ from metagrad.core.checks import check_choice, check_type, is_mapping
 from metagrad.core.tree import tree_map
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
 from metagrad.tasks._columns import Table, read_table
-from metagrad.tasks._groups import Groups
-from metagrad.tasks._splits import choose_split, split_name
+from metagrad.tasks._groups import Groups, choose_split, split_name
 from metagrad.tasks.batch import Batch, Examples
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from torch.utils.data import TensorDataset
 from metagrad.core._torch import to_list
 from metagrad.core.checks import check_choice, check_count, is_list_or_tuple
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
-from metagrad.tasks._groups import Groups
-from metagrad.tasks._splits import choose_split
+from metagrad.tasks._groups import Groups, choose_split
 from metagrad.tasks.batch import Batch, Examples
 from metagrad.tasks.fewshot.episodes import Composition, Count, draw_episodes
-from metagrad.tasks.fewshot.loading import Ahead, Batches, Items, Plan, load_all, read_labels
+from metagrad.tasks.fewshot.loading import Ahead, Batches, Items, Plan, is_vector, load_all, read_labels
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -127,6 +126,8 @@ class FewShot:
         self.dtype = dtype
         self.device: torch.device = torch.get_default_device() if device is None else torch.device(device)
         is_pair = isinstance(dataset, tuple)
+        if labels is not None and not is_vector(labels):
+            raise TypeError(f"{call}(labels): expected one label for each item, got {type(labels).__name__}.")
         if is_pair and labels is not None:
             raise ValueError(
                 f"{call}: labels are given twice, by the pair (x, labels) and by labels=. Leave one out."
@@ -182,7 +183,7 @@ class FewShot:
     def _find_classes(self, labels: Any, wanted: Any, on_small: str) -> None:
         """Group items by class, and check that there are as many of both as tasks need."""
         call, fewest = self._call, self.composition.fewest_examples
-        codes, known = read_labels(call, self.dataset, labels)
+        codes, known, self._labels = read_labels(call, self.dataset, labels)
         if wanted is None and self.split is not None:
             wanted = getattr(self.dataset, "splits", None) or None
         chosen = choose_split(call, "classes", known, wanted, self.split)
@@ -210,14 +211,14 @@ class FewShot:
         x = self.dataset.tensors[0] if is_pair else None
         if in_memory and x is None:
             drawn = to_list((self._codes >= 0).nonzero().squeeze(1))
-            x = load_all(Items(self.dataset, None), drawn, workers)
+            x = load_all(Items(self.dataset, None, self._labels), drawn, workers)
             self._codes = self._codes[drawn]
-            self.dataset = TensorDataset(x, self._codes)
+            self.dataset, self._labels = TensorDataset(x, self._codes), None
         if x is not None and transform is None:
             self._x = x.to(self.device)
         where = torch.device("cpu") if self._x is None else self.device
         self._groups = Groups(self._codes, self.num_classes, where)
-        self._batches = Batches(Items(self.dataset, transform))
+        self._batches = Batches(Items(self.dataset, transform, self._labels))
         # Not a method of self: a reference cycle is freed late, and its workers then wait for seconds.
         self._plan = functools.partial(_plan, self._groups, self.composition)
         if workers and self._x is None:
@@ -261,6 +262,8 @@ def _of_pair(call: str, pair: Sequence[Any]) -> tuple[TensorDataset, Any]:
         raise ValueError(f"{call}: dataset must be a data set or a pair (x, labels), got {len(pair)} parts.")
     x, labels = pair
     x = x if isinstance(x, torch.Tensor) else torch.as_tensor(x, device="cpu")
+    if not x.ndim or not is_vector(labels):
+        raise TypeError(f"{call}: dataset must be (x, labels), inputs and a vector of labels.")
     if len(x) != len(labels):
         raise ValueError(f"{call}: x and labels must have one entry an item, got {len(x)} and {len(labels)}.")
     return TensorDataset(x), labels

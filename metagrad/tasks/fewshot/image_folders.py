@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,63 +12,17 @@ from torch.utils.data import Dataset
 
 from metagrad.core._torch import from_numpy
 from metagrad.core.checks import check_choice, check_count
+from metagrad.tasks._columns import read_csv
 from metagrad.tasks._data_root import find_path, pillow
-from metagrad.tasks._splits import SHARES, split_name
+from metagrad.tasks._groups import SHARES, published_splits, split_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_MINI_IMAGENET = {
-    "train": (
-        "n01532829 n01558993 n01704323 n01749939 n01770081 n01843383 n01910747 n02074367 n02089867 n02091831 "
-        "n02101006 n02105505 n02108089 n02108551 n02108915 n02111277 n02113712 n02120079 n02165456 n02457408 "
-        "n02606052 n02687172 n02747177 n02795169 n02823428 n02966193 n03017168 n03047690 n03062245 n03207743 "
-        "n03220513 n03337140 n03347037 n03400231 n03476684 n03527444 n03676483 n03838899 n03854065 n03888605 "
-        "n03908618 n03924679 n03998194 n04067472 n04243546 n04251144 n04258138 n04275548 n04296562 n04389033 "
-        "n04435653 n04443257 n04509417 n04515003 n04596742 n04604644 n04612504 n06794110 n07584110 n07697537 "
-        "n07747607 n09246464 n13054560 n13133613"
-    ),
-    "validation": (
-        "n01855672 n02091244 n02114548 n02138441 n02174001 n02950826 n02971356 n02981792 n03075370 n03417042 "
-        "n03535780 n03584254 n03770439 n03773504 n03980874 n09256479"
-    ),
-    "test": (
-        "n01930112 n01981276 n02099601 n02110063 n02110341 n02116738 n02129165 n02219486 n02443484 n02871525 "
-        "n03127925 n03146219 n03272010 n03544143 n03775546 n04146614 n04149813 n04418357 n04522168 n07613480"
-    ),
-}
-
-_CIFAR_FS = {
-    "train": (
-        "apple aquarium_fish bear bee bottle bowl boy bridge bus can castle caterpillar chair clock cloud cockroach "
-        "couch cup dinosaur dolphin elephant forest girl hamster house kangaroo keyboard lawn_mower lion lizard "
-        "lobster mountain mouse mushroom oak_tree orange orchid palm_tree pear pine_tree plate porcupine possum "
-        "rabbit raccoon ray road seal shrew skunk skyscraper snake spider squirrel streetcar sunflower tank tiger "
-        "train trout tulip turtle willow_tree wolf"
-    ),
-    "validation": (
-        "beaver beetle butterfly camel cattle crab crocodile flatfish lamp maple_tree motorcycle otter sea shark "
-        "television tractor"
-    ),
-    "test": (
-        "baby bed bicycle chimpanzee fox leopard man pickup_truck plain poppy rocket rose snail sweet_pepper table "
-        "telephone wardrobe whale woman worm"
-    ),
-}
-
-PUBLISHED: dict[str, dict[str, list[str]]] = {
-    name: {split: classes.split() for split, classes in splits.items()}
-    for name, splits in (("mini-ImageNet", _MINI_IMAGENET), ("CIFAR-FS", _CIFAR_FS))
-}
-"""Class names by the name of the data set and the split: 64, 16 and 20 classes each.
-
-mini-ImageNet by Ravi and Larochelle, Optimization as a Model for Few-Shot Learning, 2017; CIFAR-FS by Bertinetto,
-Henriques, Torr and Vedaldi, Meta-Learning with Differentiable Closed-Form Solvers, 2019.
-"""
-
-
+PUBLISHED = ("mini-ImageNet", "CIFAR-FS")  # data sets whose splits are known: 64, 16 and 20 classes each
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+SIXTEEN_BITS = ("PNG", "PPM")  # formats whose gray levels Pillow may read as mode "I"
 SUBFOLDERS = ("images", "data", "")  # of the root, where images are in the layouts that are read
 SPLIT_FILES = {"train": ["train"], "validation": ["val", "validation"], "test": ["test"]}
 
@@ -163,11 +116,20 @@ class ImageFolders(Dataset[Any]):
         reader, path = pillow("ImageFolders"), self.files[number]
         try:
             with reader.open(path) as file:
-                image = file.convert(self.mode)
+                image = self._eight_bits(file).convert(self.mode)
         except (OSError, SyntaxError) as error:  # Pillow's, of a file that is damaged or no image
             raise ValueError(f"ImageFolders: {path} cannot be read as an image: {error}.") from error
         if self.transform is None and self.size is not None:
             image = image.resize((self.size, self.size), reader.Resampling.BILINEAR)
+        return image
+
+    def _eight_bits(self, image: Any) -> Any:
+        """Return an image with 8 bits a channel. Pillow's own conversion of 16-bit gray levels saturates."""
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in SIXTEEN_BITS):
+            levels = np.rint(np.asarray(image) / 257)
+            return pillow("ImageFolders").fromarray(levels.astype(np.uint8))
+        if image.mode in ("I", "F"):
+            raise ValueError(f"ImageFolders: {image.filename} must have 8 or 16 bits a channel, got 32.")
         return image
 
 
@@ -195,16 +157,12 @@ def _find(root: Path, splits: Any) -> Found:
 
 
 def _by_class(folder: Path) -> list[tuple[Path, str]]:
-    """Return the images of the folders in a folder, in sorted order."""
+    """Return the images of the folders in a folder in sorted order, without hidden folders and files."""
     if not folder.is_dir():
         return []
     classes = sorted(path for path in folder.iterdir() if path.is_dir())
-    return [
-        (file, path.name)
-        for path in classes
-        for file in sorted(path.iterdir())
-        if file.suffix.lower() in ENDINGS
-    ]
+    files = [file for path in classes for file in sorted(path.iterdir()) if file.suffix.lower() in ENDINGS]
+    return [(file, file.parent.name) for file in files if "." not in (file.name[0], file.parent.name[0])]
 
 
 def _by_split_folders(root: Path) -> Found | None:
@@ -242,13 +200,13 @@ def _placed(folder: Path, is_by_class: bool, file: str, label: str) -> Path:
 
 
 def _read_table(path: Path) -> list[tuple[str, str]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
-    if not rows or not {"filename", "label"} <= rows[0].keys():
-        raise ValueError(
-            f"ImageFolders: {path} must have the columns filename and label, and a row at least."
-        )
-    return [(row["filename"], row["label"]) for row in rows]
+    """Return the files of a table and their classes."""
+    table = read_csv("ImageFolders", path)
+    names = ("filename", "label")
+    table.call = f"ImageFolders: {path}"
+    table.declared = dict.fromkeys(names, "text")
+    table.keep_complete([("column", name) for name in names], "raise")
+    return list(zip(*(table.ids("column", name) for name in names), strict=True))
 
 
 def _existing(folder: Path, ending: str) -> dict[str, Path]:
@@ -265,7 +223,7 @@ def _given(splits: Any) -> Splits:
     if splits is None:
         return {}
     if isinstance(splits, str):
-        return PUBLISHED[check_choice("ImageFolders(splits)", splits, PUBLISHED)]
+        return published_splits()[check_choice("ImageFolders(splits)", splits, PUBLISHED)]
     named: Splits = {split_name(name): list(classes) for name, classes in splits.items()}
     for name in named:
         check_choice("ImageFolders(splits)", name, SHARES)

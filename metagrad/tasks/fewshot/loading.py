@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from metagrad.core._torch import from_numpy
+from metagrad.core.checks import is_list_or_tuple, is_sequence
 from metagrad.core.tree import tree_map
+from metagrad.tasks._columns import is_missing
 from metagrad.tasks.batch import Batch, Examples
 from metagrad.tasks.fewshot.episodes import Members
 
@@ -45,20 +46,30 @@ class Items(Dataset[Any]):
     Args:
         dataset: A map-style data set of pairs (x, label).
         transform: Maps x to a tensor, or None.
+        labels: The label that each item must have; None checks nothing.
     """
 
-    def __init__(self, dataset: Any, transform: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, dataset: Any, transform: Callable[[Any], Any] | None, labels: list[Any] | None = None
+    ) -> None:
         self.dataset: Any = dataset
         self.transform = transform
+        self.labels = labels
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return one input, from random numbers that depend on its position alone."""
+        """Return one input. Its random numbers depend only on its position."""
         with seeded(index):
             return self.read(index)
 
     def read(self, index: int) -> Tensor:
         """Return one input as a tensor."""
-        x = self.dataset[index][0]
+        item = self.dataset[index]
+        if self.labels is not None and (label := label_of("FewShot", item)) != self.labels[index]:
+            raise ValueError(
+                f"FewShot: item {index} of the data set has the label {label!r}, {self.labels[index]!r} is stored. "
+                "Pass labels=, or remove the attribute of the data set that stores other labels."
+            )
+        x = item[0]
         x = x if self.transform is None else self.transform(x)
         if isinstance(x, Tensor):
             return x
@@ -216,75 +227,119 @@ def _of_shape(x: Tensor, shape: torch.Size) -> Tensor:
     return x
 
 
-ATTRIBUTES = ("targets", "labels")  # where torchvision's data sets, and many others, keep labels
+ATTRIBUTES = ("targets", "labels")  # where the data sets of torchvision, and many others, store labels
+COMPARED = 32  # items of different classes, and as many evenly spaced ones, whose labels are compared at once
 
 
 class Labels(NamedTuple):
-    """Hold the classes of a data set.
+    """The classes of a data set.
 
     Args:
-        codes: The class of each item, [items] int64, as a position in `classes`.
-        classes: The classes, sorted: the names of the data set where it has them, else the labels themselves.
+        codes: Position of the class of each item in `classes`, [items] int64.
+        classes: The classes in sorted order: their names in the data set, else the labels.
+        of_items: The label that each item must have when it is loaded; None if the user gave the labels.
     """
 
     codes: Tensor
     classes: list[Hashable]
+    of_items: list[Any] | None
 
 
 def read_labels(call: str, dataset: Any, given: Any = None) -> Labels:
     """Return the class of each item of a data set.
 
+    Labels are what the items (x, label) have. A stored list of labels saves reading all items. It is used if it
+    agrees with the items that are compared. A transform of the labels or a wrapper that changes them is noticed here,
+    or in :class:`Items` when an item is loaded.
+
     Args:
         call: How errors begin.
         dataset: A map-style data set.
-        given: The labels, [items]; None reads them: of a `Subset` or a `TensorDataset`, from the attributes
-            `targets` or `labels`, else from all the items (x, label), one by one.
+        given: Labels from the user, [items], which are not compared.
 
     Raises:
-        ValueError: The data set has no labels, or not one for each item.
+        ValueError: The data set has no labels, or not one integer or name for each item.
     """
-    labels = np.asarray(_plain(_found(call, dataset) if given is None else given))
-    if labels.shape != (len(dataset),) or labels.dtype.kind not in "iubUSO":
-        raise ValueError(
-            f"{call}: labels must be one integer or name for each of the {len(dataset)} items, got shape "
-            f"{labels.shape} of {labels.dtype}."
-        )
-    if not len(labels):
-        raise ValueError(f"{call}: the data set is empty.")
-    values, codes = np.unique(labels, return_inverse=True)
-    return Labels(from_numpy(codes.reshape(-1)), _named(dataset, values.tolist()))
+    stored = None if given is not None else _stored(dataset)
+    if stored is not None and not _agree(call, dataset, stored):
+        labels, names = _labels_of_items(call, dataset), None
+    else:
+        labels = _plain(given) if given is not None else stored or _labels_of_items(call, dataset)
+        names = None if given is not None else _names(dataset)
+    _check_labels(call, labels, len(dataset))
+    values = sorted(set(labels))
+    places = {value: place for place, value in enumerate(values)}
+    if names is not None and isinstance(values[0], int) and 0 <= values[0] <= values[-1] < len(names):
+        values = [names[value] for value in values]
+    codes = torch.tensor([places[label] for label in labels], device="cpu")
+    return Labels(codes, values, None if given is not None else labels)
 
 
-def _found(call: str, dataset: Any) -> Any:
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) > 1:
-        return dataset.tensors[-1]
-    if isinstance(dataset, Subset):
-        return np.asarray(_plain(_found(call, dataset.dataset)))[np.asarray(dataset.indices)]
-    for name in ATTRIBUTES:
-        if (labels := getattr(dataset, name, None)) is not None:
-            return labels
-    return [_label_of(call, dataset[i]) for i in range(len(dataset))]
-
-
-def _label_of(call: str, item: Any) -> Any:
+def label_of(call: str, item: Any) -> Any:
+    """Return the label of an item (x, label) as a Python value."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise ValueError(
             f"{call}: items of the data set must be (x, label), got a {type(item).__name__}. Pass labels=, one for "
             "each item, if there are any: tasks are made of classes."
         )
-    label = item[1]
-    return label.item() if isinstance(label, torch.Tensor) and label.numel() == 1 else label
+    return _plain([item[1]])[0]
 
 
-def _plain(labels: Any) -> Any:
-    return labels.cpu().numpy() if isinstance(labels, torch.Tensor) else labels
+def _labels_of_items(call: str, dataset: Any) -> list[Any]:
+    with seeded(0):
+        return [label_of(call, dataset[i]) for i in range(len(dataset))]
 
 
-def _named(dataset: Any, values: list[Hashable]) -> list[Hashable]:
-    """Return the names that a data set has for its labels, where these are positions among the names."""
+def _stored(dataset: Any) -> list[Any] | None:
+    """Return the labels that a data set stores beside its items, if there is one for each item."""
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) > 1:
+        return _plain(dataset.tensors[-1])
+    if isinstance(dataset, Subset):
+        stored = _stored(dataset.dataset)
+        return None if stored is None else [stored[i] for i in dataset.indices]
+    lists = (getattr(dataset, name, None) for name in ATTRIBUTES)
+    found = next((_plain(labels) for labels in lists if is_vector(labels)), None)
+    return None if found is None or len(found) != len(dataset) else found
+
+
+def _agree(call: str, dataset: Any, stored: list[Any]) -> bool:
+    """Return whether some items have the labels that are stored: one item of each class, and evenly spaced ones."""
+    first = {str(label): i for i, label in reversed(list(enumerate(stored)))}
+    positions = [*list(first.values())[-COMPARED:], *range(0, len(stored), -(-len(stored) // COMPARED) or 1)]
+    with seeded(0):
+        return all(label_of(call, dataset[i]) == stored[i] for i in positions)
+
+
+def is_vector(labels: Any) -> bool:
+    """Return whether labels are a list or tuple, or an array of one dimension."""
+    return is_list_or_tuple(labels) or getattr(labels, "ndim", 0) == 1
+
+
+def _plain(labels: Any) -> list[Any]:
+    """Return labels as Python values."""
+    if isinstance(labels, (Tensor, np.ndarray)):
+        return labels.tolist()
+    is_array = (Tensor, np.ndarray, np.generic)
+    return [label.tolist() if isinstance(label, is_array) else label for label in labels]
+
+
+def _names(dataset: Any) -> Sequence[Hashable] | None:
+    """Return the names of classes that a data set has, unless a name stands for two classes."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     names = getattr(dataset, "classes", None)
-    if isinstance(names, Sequence) and all(isinstance(v, int) and 0 <= v < len(names) for v in values):
-        return [names[value] for value in values]  # type: ignore[index]
-    return values
+    return names if is_sequence(names) and len(set(map(str, names))) == len(names) else None
+
+
+def _check_labels(call: str, labels: list[Any], num_items: int) -> None:
+    if len(labels) != num_items or not labels:
+        raise ValueError(
+            f"{call}: there must be one label for each of the {num_items} items, got {len(labels)}."
+        )
+    kind = type(labels[0]) if isinstance(labels[0], (int, str)) else int
+    wrong = next((i for i, label in enumerate(labels) if type(label) is not kind or is_missing(label)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{call}: labels must be integers, or names, and no mixture, got {labels[wrong]!r} for item {wrong} and "
+            f"{labels[0]!r} for item 0. Leave items without a label out by torch.utils.data.Subset, or pass labels=."
+        )

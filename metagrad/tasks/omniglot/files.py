@@ -139,7 +139,9 @@ def _compare(algorithm: str, path: Path, expected: str, origin: str) -> None:
 
 Drawings = tuple[Character, np.ndarray]
 
-_PNG_NAME = re.compile(r"(?:^|/)(?P<alphabet>[^/]+)/character(?P<number>\d+)/[^/]*_(?P<drawer>\d+)\.png$")
+_PNG_NAME = re.compile(
+    r"(?:^|/)(?P<alphabet>[^/]+)/character(?P<number>\d+)/[^/.][^/]*_(?P<drawer>\d+)\.png$"
+)
 
 
 def read_drawings(path: Path, wanted: Collection[Character]) -> Iterator[Drawings]:

@@ -80,8 +80,9 @@ def test_where_the_items_are_changes_nothing(shots):
 def test_in_memory_reads_once_and_transforms_each_time():
     dataset = Lazy()
     tasks = FewShot(dataset, 2, 1, 2, in_memory=True, transform=lambda x: x + torch.rand(()))
+    dataset.read.clear()
     one, other = (tasks.sample(4, generator=seeded(seed)).query.x for seed in (0, 1))
-    assert sorted(dataset.read) == list(range(47))
+    assert not dataset.read
     assert torch.equal(one, tasks.sample(4, generator=seeded()).query.x)
     assert not torch.equal(one % 1, other % 1)
 
@@ -89,6 +90,7 @@ def test_in_memory_reads_once_and_transforms_each_time():
 def test_padding_is_zeros_and_is_not_read():
     dataset = Lazy()
     tasks = FewShot(dataset, ways=(2, 4), shots=(1, 3), queries=2)
+    dataset.read.clear()
     batch = tasks.sample(6, generator=seeded())
     real = [examples.mask for examples in batch]
     assert len(dataset.read) == sum(int(mask.sum()) for mask in real)
@@ -163,18 +165,64 @@ def test_small_classes_are_left_out_when_told_to():
     assert (tasks.sample(20).support.x[..., 1] > 0).all()
 
 
-class Unlabelled(Dataset):
+class Relabelled(Dataset):
+    """Changes the labels of a data set, and forwards its attributes."""
+
+    def __init__(self, dataset, change):
+        self.dataset, self.change = dataset, change
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
     def __len__(self):
-        return 3
+        return len(self.dataset)
 
     def __getitem__(self, index):
-        return torch.zeros(2)
+        x, label = self.dataset[index]
+        return x, self.change(label, index)
+
+
+@pytest.mark.parametrize(
+    "wrap", [list, lambda d: d, lambda d: Subset(d, range(1, 47))], ids=["list", "", "subset"]
+)
+@pytest.mark.parametrize(
+    ("change", "classes"),
+    [
+        (lambda label, _: label, ["ant", "bee", "cat", "dog"]),
+        (lambda label, _: label // 2, [0, 1]),
+        (lambda label, _: torch.tensor(3 - label), [0, 1, 2, 3]),
+        (lambda label, _: np.int64(label + 4), [4, 5, 6, 7]),
+        (lambda label, _: "abcd"[label], ["a", "b", "c", "d"]),
+    ],
+    ids=["same", "coarse", "reversed", "shifted", "names"],
+)
+def test_labels_are_what_the_items_have(wrap, change, classes):
+    source = wrap(Relabelled(Lazy(), change))
+    tasks = FewShot(source, 2, 1, 2)
+    assert tasks.classes == ([0, 1, 2, 3] if "ant" in classes and isinstance(source, list) else classes)
+    query = tasks.sample(9, generator=seeded()).query
+    for x, y in zip(query.x[..., 1], query.y, strict=True):
+        labels = [int(label) if "a" not in classes else label for label in (change(int(v), 0) for v in x)]
+        assert len(set(zip(labels, y.tolist(), strict=True))) == len(set(labels)) == 2
+
+
+def test_a_label_that_changes_is_noticed_when_its_item_is_loaded():
+    flipped = Relabelled(Lazy(), lambda label, index: label if index != 45 else (label + 1) % 4)
+    with pytest.raises(ValueError, match="item 45 of the data set has the label"):
+        FewShot(flipped, 4, 2, 4, in_memory=True)
+    assert FewShot(flipped, 4, 2, 4, labels=Lazy().targets, in_memory=True).classes == [0, 1, 2, 3]
+
+
+def test_a_name_of_two_classes_merges_nothing():
+    dataset = Lazy()
+    dataset.classes = ["crane", "bee", "crane", "dog"]
+    assert FewShot(dataset, 4, 1, 2).classes == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("dataset", "arguments", "error", "message"),
     [
-        (None, {"ways": 0}, ValueError, r"FewShot\(ways\): expected an int of 1 or more, got 0"),
+        (None, {"ways": 0}, ValueError, r"\(ways\): expected an int of 1 or more, got 0"),
         (None, {"ways": (3, 2)}, ValueError, r"ways must be \(lowest, highest\), got \(3, 2\)"),
         (None, {"ways": 5, "queries": 2}, ValueError, "ways must be at most 4, the classes, got 5"),
         (None, {"ways": 2, "shots": 5, "queries": 6}, ValueError, r"shots \+ queries = 11 examples, and 2"),
@@ -196,12 +244,29 @@ class Unlabelled(Dataset):
         ),
         (None, {"workers": -1}, ValueError, r"workers\): expected an int of 0 or more, got -1"),
         (None, {"labels": [0] * 47}, ValueError, "labels are given twice"),
-        ((torch.zeros(3), torch.zeros(3)), {}, ValueError, "one integer or name for each of the 3 items"),
-        (Unlabelled(), {}, ValueError, r"must be \(x, label\), got a Tensor\. Pass labels="),
+        (None, {"dtype": torch.int64}, ValueError, "dtype must be a floating-point type"),
+        (3, {}, TypeError, "dataset must be a map-style data set, .* got a int"),
+        ((torch.zeros(3), 3), {}, TypeError, r"dataset must be \(x, labels\), inputs and a vector of labels"),
+        ((torch.zeros(3), [1, 2]), {}, ValueError, "x and labels must have one entry an item, got 3 and 2"),
+        (
+            (torch.zeros(3),),
+            {},
+            ValueError,
+            r"dataset must be a data set or a pair \(x, labels\), got 1 parts",
+        ),
+        ([(0, 1)], {"labels": 3}, TypeError, r"\(labels\): expected one label for each item, got int"),
+        ([(0, 1)], {"labels": [1, 2]}, ValueError, "one label for each of the 1 items, got 2"),
+        ([], {}, ValueError, "one label for each of the 0 items, got 0"),
+        ([torch.zeros(2)] * 3, {}, ValueError, r"must be \(x, label\), got a Tensor\. Pass labels="),
+        ([(0, None)], {}, ValueError, "got None for item 0 .* torch.utils.data.Subset"),
+        ([(0, "a"), (0, " ")], {}, ValueError, "got ' ' for item 1 and 'a' for item 0"),
+        ([(0, 1), (0, float("nan"))], {}, ValueError, "got nan for item 1 and 1 for item 0"),
+        ([(0, 1), (0, "1")], {}, ValueError, "no mixture, got '1' for item 1 and 1 for item 0"),
+        ([(0, torch.tensor([0, 1]))], {}, ValueError, r"got \[0, 1\] for item 0"),
     ],
 )
-def test_construction_errors(dataset, arguments, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_arguments(dataset, arguments, error, message):
+    with pytest.raises(error, match=f"^FewShot.*{message}"):
         FewShot(data() if dataset is None else dataset, **arguments)
 
 

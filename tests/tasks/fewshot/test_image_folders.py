@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from metagrad.tasks import FewShot, ImageFolders
+from metagrad.tasks._groups import published_splits
 from metagrad.tasks.fewshot.image_folders import PUBLISHED
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -73,25 +74,41 @@ def test_a_transform_gets_the_image_of_pillow(tmp_path):
     assert FewShot(data, 2, 1, 2).sample(1).support.x.tolist() == [[[8, 6], [8, 6]]]
 
 
-@pytest.mark.parametrize("folder", ["", "images", "data"])
-def test_splits_are_given_by_name_or_as_they_are(tmp_path, folder):
-    for name, splits in PUBLISHED.items():
+def test_splits_are_given_by_name_or_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
+    for name, folder in zip(PUBLISHED, ("images", "data"), strict=True):
+        splits = published_splits()[name]
         for c in (c for classes in splits.values() for c in classes):
             (tmp_path / name / folder / c).mkdir(parents=True)
             (tmp_path / name / folder / c / "0.png").touch()
-        assert ImageFolders(tmp_path / name, splits=name).splits == splits
-    write_classes(tmp_path / "own" / folder)
+        assert ImageFolders(name, splits=name).splits == splits
+        assert [len(classes) for classes in splits.values()] == [64, 16, 20]
+    write_classes(tmp_path / "own")
     splits = {"train": ["ant"], "test": ["bee"]}
-    assert ImageFolders(tmp_path / "own", splits=splits).splits == splits
-    assert ImageFolders(tmp_path / "own").splits == {}
+    assert ImageFolders("own", splits=splits).splits == splits
+    assert ImageFolders("own").splits == {}
 
 
-def test_folders_are_found_in_the_data_folder(tmp_path, monkeypatch):
-    write_classes(tmp_path / "pets")
-    monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
-    assert len(ImageFolders("pets")) == 12
-    with pytest.raises(ValueError, match="ImageFolders: there is no pots, and there is no /"):
-        ImageFolders("pots")
+@pytest.mark.parametrize(
+    ("dtype", "ending"), [("<u2", "png"), ("<u2", "pgm"), ("<u2", "tif"), (">u2", "tif")]
+)
+def test_levels_of_sixteen_bits_are_scaled_and_hidden_files_left_out(tmp_path, dtype, ending):
+    levels = (257 * np.arange(256)).reshape(16, 16)
+    for folder in ("ant", ".thumbnails"):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(levels.astype(dtype)).save(tmp_path / folder / f"0.{ending}")
+    (tmp_path / "ant" / f"._0.{ending}").write_bytes(b"the attributes that a Mac stores beside a file")
+    data = ImageFolders(tmp_path, size=None, mode="L")
+    assert (data.classes, len(data)) == (["ant"], 1)
+    assert torch.equal(data[0][0][0], torch.from_numpy(levels // 257).byte())
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32], ids=str)
+def test_levels_without_a_range_are_an_error(tmp_path, kind):
+    (tmp_path / "ant").mkdir()
+    Image.fromarray(np.ones((3, 3), kind)).save(tmp_path / "ant" / "0.tif")
+    with pytest.raises(ValueError, match=r"ImageFolders: .*0\.tif must have 8 or 16 bits a channel, got 32"):
+        ImageFolders(tmp_path)[0]
 
 
 @pytest.mark.parametrize(
@@ -103,12 +120,18 @@ def test_folders_are_found_in_the_data_folder(tmp_path, monkeypatch):
             {"splits": {"train": ["ant", "emu"]}},
             "2 classes of the split 'train', and 1 are missing, .* 'emu'",
         ),
+        (
+            {"splits": {"dev": ["ant"]}},
+            r"\(splits\): expected one of 'train', 'validation', 'test', got 'dev'",
+        ),
+        ({"mode": "CMYK"}, r"ImageFolders\(mode\): expected one of 'RGB', 'L', got 'CMYK'"),
+        ({"root": "pots"}, "ImageFolders: there is no pots, and there is no /"),
     ],
 )
-def test_construction_errors(tmp_path, arguments, message):
+def test_wrong_arguments(tmp_path, arguments, message):
     write_classes(tmp_path)
     with pytest.raises(ValueError, match=message):
-        ImageFolders(tmp_path, **arguments)
+        ImageFolders(**{"root": tmp_path, **arguments})
 
 
 def test_tables_name_what_is_missing(tmp_path):
@@ -121,7 +144,12 @@ def test_tables_name_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match=r"emu\.png of .*'s tables is not there; looked for .*images"):
         ImageFolders(tmp_path)
     table.write_text("file,class\nant0.png,ant\n")
-    with pytest.raises(ValueError, match=r"train\.csv must have the columns filename and label"):
+    with pytest.raises(
+        ValueError, match=r"train\.csv: column='filename' is none of the columns 'file', 'class'"
+    ):
+        ImageFolders(tmp_path)
+    table.write_text("filename,label\nant0.png,ant\nant1.png, \n")
+    with pytest.raises(ValueError, match=r"train\.csv: column='label' has no value in line 3 of"):
         ImageFolders(tmp_path)
 
 
