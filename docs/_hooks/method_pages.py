@@ -13,7 +13,6 @@ from experiments.run.files import markdown
 from experiments.run.plots.panels import Curve, Panel
 from metagrad.optim import rules
 
-ROWS = 6  # of docs/benchmarks.md that a page repeats
 SPELLED = {"KFAC": "K-FAC", "LBFGS": "L-BFGS", "MAMLPlusPlus": "MAML++", "MetaSGD": "Meta-SGD"}
 SPELLED |= {"MetaCurvature": "Meta-Curvature", "SophiaG": "Sophia-G", "SophiaH": "Sophia-H"}
 """Names as prose has them."""
@@ -116,20 +115,14 @@ def _end(curve: Curve | None) -> str:
 
 
 def _measurements(method: Method) -> list[str]:
-    """Return the rows of the measurements that name a class, as a section."""
+    """Return a sentence with a link, if the benchmarks name a class."""
     spelled = "|".join(map(re.escape, {method.name, SPELLED.get(method.name, method.name)}))
-    naming = re.compile(rf"(?<![\w.+-])({spelled})(?![\w+]|-\w)")
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("|") and naming.search(line)]
-    first = [row for row in rows if naming.search(row.split("|")[1])]
-    chosen = (rows if len(rows) <= ROWS else first)[:ROWS]
-    moved = [
-        re.sub(r"\]\((?!https?:|#)", "](../", row).replace("](#", "](../benchmarks.md#") for row in chosen
-    ]
-    head = ["| what | result | command |", "| --- | --- | --- |"]
+    is_named = re.search(
+        rf"(?<![\w.+-])({spelled})(?![\w+]|-\w)", (ROOT / "docs" / "benchmarks.md").read_text()
+    )
     return (
-        ["Of [all measurements](../benchmarks.md), those that name it:", "\n".join([*head, *moved])]
-        if chosen
+        [f"More measurements of {method.name} are on the page of [benchmarks](../benchmarks.md)."]
+        if is_named
         else []
     )
 

@@ -15,7 +15,14 @@ from docs._hooks.method_pages import index_page, method_page, panels_of, picture
 from experiments.run.plots.panels import Panel, highlighted
 
 KEPT = ROOT / ".cache" / "methods"
-DRAWN_BY = [ROOT / "experiments/run/plots" / name for name in ("panels.py", "style.py")]
+DRAWN_BY = [
+    ROOT / name
+    for name in (
+        "metagrad/plots.mplstyle",
+        "experiments/run/plots/panels.py",
+        "experiments/run/plots/style.py",
+    )
+]
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -12,32 +12,9 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
 CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
-"""Okabe and Ito's palette."""
+"""Okabe and Ito's palette, as in metagrad/plots.mplstyle."""
 LONGEST_LABEL = 90  # characters of a line, which are as wide as a figure
 INK, MUTED, FAINT = "#222222", "#767676", "#E4E4E4"
-
-RULES: dict[Any, Any] = {
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-}
 
 
 @contextmanager
@@ -45,11 +22,11 @@ def figure(
     path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], **options: Any
 ) -> Iterator[Any]:
     """Open a figure, give its axes [rows, columns], and write it when done; no display is needed."""
-    import matplotlib
+    from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(RULES):
+    with style.context(["metagrad.plots", {"axes.grid": False}]):
         canvas = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(canvas)
         yield canvas.subplots(rows, columns, squeeze=False, **options)
