@@ -24,7 +24,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from experiments.run import checkpoint, result
+from experiments.run import checkpoint, result, resume
 from experiments.run.config import check_least, converted
 from experiments.run.evaluate import Interval
 from experiments.run.files import markdown, write_text
@@ -129,10 +129,9 @@ def start(cell: Cell) -> None:
         )
     if not (cell.folder / result.FILE).exists():
         log.info("%s", cell.folder)
+        where = resume.quoted(cell.folder)
         is_begun = (cell.folder / checkpoint.FILE).exists()
-        arguments = (
-            [f"resume={cell.folder}"] if is_begun else [*cell.overrides, f"hydra.run.dir='{cell.folder}'"]
-        )
+        arguments = [f"resume={where}"] if is_begun else [*cell.overrides, f"hydra.run.dir={where}"]
         train(arguments)
 
 

@@ -1,28 +1,36 @@
-"""From a config to objects: the only caller of `hydra.utils.instantiate`."""
+"""From a config to objects."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import hydra
 import numpy as np
 import torch
-from hydra.errors import InstantiationException
+from hydra.utils import get_object
 
 from experiments.run.schema import Device
 from experiments.run.schemas import given
 from metagrad.meta import Algorithm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
+    from experiments.run import schema
     from experiments.run.schema import Config, Optimizer, Target, Task
     from metagrad.tasks import TaskDistribution
 
 ALLOWED = ("metagrad.", "torch.optim.", "torch.nn.")
 STREAMS = ("train", "validation", "test")
+NEEDED = {
+    "CAVIA": "Take model=context_mlp for curves, or model=conv4 model.context=100 for images.",
+    "MAMLPlusPlus": "Take model=conv4 model.norm=running, or algorithm.norm=null for models without batch norm.",
+}
+"""What to change if an algorithm cannot be built."""
 
 
 class Splits(NamedTuple):
@@ -51,57 +59,77 @@ class Parts(NamedTuple):
         return self.algorithm
 
 
-def build(config: Target | Mapping[str, Any], *args: object, allow: Sequence[str] = ()) -> Any:
-    """Instantiate what a config names, with `args` before its own arguments.
+def build(
+    config: Target | Mapping[str, Any], *args: object, allow: Sequence[str] = (), key: str = "build"
+) -> Any:
+    """Build the object that a config names, and first the objects that are its arguments.
 
     Args:
-        config: A target and its arguments; those under `args` of a custom one are arguments too.
+        config: A target and its arguments. The `args` of a custom target are arguments too.
         args: Arguments that come first.
-        allow: Packages whose targets are built beside those of `ALLOWED`.
+        allow: Packages whose targets are built in addition to those of `ALLOWED`.
+        key: The key of the config on the command line, for errors.
 
     Raises:
-        ValueError: The target is outside of these packages, or refuses its arguments.
+        ValueError: The target is outside of these packages, does not exist, or raises for its arguments.
     """
-    settings = _arguments(asdict(config) if is_dataclass(config) else dict(config))  # type: ignore[reportArgumentType]
-    for target in _targets(settings):
-        _check_allowed(target, allow)
+    return _built(asdict(config) if is_dataclass(config) else config, args, allow, key)  # type: ignore[reportArgumentType]
+
+
+def _built(config: Any, args: Sequence[object], allow: Sequence[str], key: str) -> Any:
+    if isinstance(config, (list, tuple)):
+        return [_built(one, (), allow, key) for one in config]
+    if not isinstance(config, Mapping):
+        return config
+    settings = {**config, **(config.get("args") or {})} if "_target_" in config else config
+    parts = {
+        name: _built(value, (), allow, f"{key}.{name}") for name, value in settings.items() if name != "args"
+    }
+    if "_target_" not in parts:
+        return parts
+    target, is_partial = str(parts.pop("_target_")), parts.pop("_partial_", False)
+    _check_allowed(target, allow)
+    args = [*args, *parts.pop("_args_", ())]
     try:
-        return hydra.utils.instantiate(settings, *args, _convert_="all")
-    except InstantiationException as error:
-        raise ValueError(f"build: {settings['_target_']}: {error.__cause__ or error}") from error
+        make = get_object(target)
+        return functools.partial(make, *args, **parts) if is_partial else make(*args, **parts)
+    except Exception as error:
+        raise ValueError(f"{key}: {target}: {in_keys(key, error)}") from error
+
+
+def in_keys(key: str, error: Exception) -> str:
+    """Return the message of an error with keys of the command line in place of arguments of Python."""
+    words = re.sub(r"^\w+\((?:.*, )?(\w+)(?:=[^)]*)?\): ", rf"{key}.\1: ", str(error))
+    words = words.replace("Pass download=True", f"Set {key}.download=true")
+    return words.replace("by root= or METAGRAD_DATA", f"by {key}.root= or METAGRAD_DATA")
 
 
 def build_optimizer(config: Optimizer, params: object, allow: Sequence[str] = ()) -> torch.optim.Optimizer:
-    """Build an optimizer of parameters, or of a model where it takes one.
+    """Build an optimizer of parameters.
 
     Raises:
-        ValueError: It refuses its arguments.
+        ValueError: It raises for its arguments.
     """
-    make = build(asdict(config), allow=allow)
+    make = build(config, allow=allow, key="optimizer")
     try:
         return make(params)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"build: {config._target_}: {error}") from error
+        raise ValueError(f"optimizer: {config._target_}: {in_keys('optimizer', error)}") from error
 
 
 def build_tasks(config: Task, allow: Sequence[str] = (), **changes: object) -> TaskDistribution:
     """Build a task distribution, with other values of those arguments that it has.
 
     Raises:
-        ValueError: As `build`, with the keys of the command line where the distribution names its arguments.
+        ValueError: As `build`.
     """
-    settings = _arguments(asdict(config))
-    settings |= {name: value for name, value in changes.items() if name in settings}
-    try:
-        return build(settings, allow=allow)
-    except ValueError as error:
-        raise ValueError(in_keys("task", error)) from error
-
-
-def in_keys(prefix: str, error: ValueError) -> str:
-    """Return what a distribution says of its arguments, with their keys on the command line."""
-    words = str(error).replace("Pass download=True", f"Set {prefix}.download=true")
-    return words.replace("by root= or METAGRAD_DATA", f"by {prefix}.root= or METAGRAD_DATA")
+    settings = asdict(config)
+    given = {**settings, **(settings.pop("args", None) or {})}
+    return build(
+        {**given, **{name: value for name, value in changes.items() if name in given}},
+        allow=allow,
+        key="task",
+    )
 
 
 def build_splits(config: Config) -> Splits:
@@ -114,18 +142,21 @@ def build_splits(config: Config) -> Splits:
 def build_parts(config: Config) -> Parts:
     """Build the learner, its outer optimizer, the schedule and the generator of training tasks."""
     allow = config.allow
-    model, loss = (
-        _without(config.algorithm.without, build(config.model, allow=allow)),
-        build(config.loss, allow=allow),
-    )
-    algorithm = build(given(config.algorithm), model, loss, allow=allow)
+    model, loss = build(config.model, allow=allow, key="model"), build(config.loss, allow=allow, key="loss")
+    _find_head(config.algorithm, model)
+    _leave_out(config.algorithm.without, model)
+    try:
+        algorithm = build(given(config.algorithm), model, loss, allow=allow, key="algorithm")
+    except ValueError as error:
+        needed = NEEDED.get(config.algorithm._target_.rpartition(".")[2], "")
+        raise ValueError(f"{error} {needed}".strip()) from error
     if not isinstance(algorithm, Algorithm) or not isinstance(algorithm, torch.nn.Module):
         raise ValueError(
             f"build: {config.algorithm._target_} is no meta-learning algorithm: expected a torch.nn.Module with "
             f"forward(batch) and adapt(support), as metagrad.meta.Algorithm says, got {type(algorithm).__name__}."
         )
     optimizer = build_optimizer(config.optimizer, algorithm.to(device(config)).parameters(), allow)
-    schedule = build(config.schedule, allow=allow)(optimizer)
+    schedule = build(config.schedule, allow=allow, key="schedule")(optimizer)
     takes_closure = asks_for_closure(type(optimizer))
     return Parts(algorithm, model, loss, optimizer, schedule, generator(config.seed, "train"), takes_closure)
 
@@ -155,34 +186,27 @@ def generator(seed: int, stream: str) -> torch.Generator:
     return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
 
 
-def _without(name: str | None, model: torch.nn.Module) -> torch.nn.Module:
-    """Leave a module out of a model."""
-    if name is not None:
-        try:
-            model.get_submodule(name)
-        except AttributeError as error:
-            raise ValueError(
-                f"build: algorithm.without={name}: {type(model).__name__} has no such module."
-            ) from error
-        model.set_submodule(name, torch.nn.Identity())
-    return model
+def _find_head(config: schema.Algorithm, model: torch.nn.Module) -> None:
+    """Set the name of the head to the last module with parameters, if the model has no module of the default name."""
+    layers = [name for name, module in model.named_modules() if module._parameters]
+    has_default = any(name.partition(".")[0] == "head" for name in layers)
+    for key in ("head", "without"):
+        value = getattr(config, key, None)
+        if value == "head" and layers and not has_default:
+            setattr(config, key, layers[-1])
+        elif isinstance(value, int):  # as Hydra reads algorithm.head=4
+            setattr(config, key, str(value))
 
 
-def _arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Put the `args` of custom targets among their arguments, at every depth."""
-    nested = {key: _arguments(value) if isinstance(value, dict) else value for key, value in settings.items()}
-    own = nested.pop("args", None) if "_target_" in nested else None
-    return {**nested, **(own or {})}
-
-
-def _targets(config: Any) -> Iterator[str]:
-    if isinstance(config, dict):
-        if "_target_" in config:
-            yield str(config["_target_"])
-        config = list(config.values())
-    if isinstance(config, (list, tuple)):
-        for value in config:
-            yield from _targets(value)
+def _leave_out(name: str | None, model: torch.nn.Module) -> None:
+    """Replace a module of a model by the identity."""
+    if name is None:
+        return
+    try:
+        model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(f"algorithm.without={name}: {type(model).__name__} has no such module.") from error
+    model.set_submodule(name, torch.nn.Identity())
 
 
 def _check_allowed(target: str, allow: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
-"""Checkpoints: the whole state of a run as plain dicts, written atomically."""
+"""Checkpoints: the whole state of a run as plain dicts, written atomically and sealed with a checksum."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,11 @@ FREE = (
     "allow",
     "metric",
 )
-"""Keys a resumed run may change: they do not enter the training trajectory."""
+"""Keys that a resumed run may change. They do not affect the training trajectory."""
+
+VERSION = 1
+SEAL = b"\nmetagrad checkpoint %d sha256 "
+"""What separates a torch archive from the hexadecimal SHA-256 digest of its bytes, given the version."""
 
 
 def random_state() -> dict[str, Any]:
@@ -61,37 +66,32 @@ def save(
     """
     content = io.BytesIO()  # torch.save into a file says of a full disk "unexpected pos 64 vs 0"
     torch.save(_state(parts, step, config, skipped, random or [random_state()]), content)
-    write_bytes(path, content.getvalue())
+    write_bytes(path, sealed(content.getvalue()))
+
+
+def sealed(archive: bytes) -> bytes:
+    """Return an archive followed by the version of the format and a checksum of every byte."""
+    return archive + SEAL % VERSION + hashlib.sha256(archive).hexdigest().encode()
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint.
+    """Return the state in a checkpoint, once its checksum is verified.
 
     Raises:
-        ValueError: There is no such file, or it is not a checkpoint.
+        OSError: The file cannot be read.
+        ValueError: The file is missing, damaged, or no checkpoint of this version.
     """
     if not path.is_file():
         raise ValueError(f"resume: there is no checkpoint {path}.")
-    state = read(path, "resume")
-    if not isinstance(state, dict) or "fingerprint" not in state:
-        raise ValueError(f"resume: {path} is a torch file, but not a checkpoint of this program.")
-    return state
-
-
-def read(path: Path, call: str) -> Any:
-    """Read a torch file of tensors and plain values.
-
-    Raises:
-        OSError: It may not be read.
-        ValueError: It is something else, or damaged.
-    """
-    content = path.read_bytes()
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # of any kind: the bytes may be anything
+    archive, seal, digest = path.read_bytes().rpartition(SEAL % VERSION)
+    if not seal:
         raise ValueError(
-            f"{call}: {path} is not a readable checkpoint; it is damaged, was cut off, or is a file of another kind."
-        ) from error
+            f"resume: {path} is not a checkpoint of version {VERSION}; it was cut off, is damaged, or is a file of "
+            "another kind."
+        )
+    if hashlib.sha256(archive).hexdigest().encode() != digest:
+        raise ValueError(f"resume: {path} is damaged: its content does not match its checksum.")
+    return torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
 
 
 def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any], rank: int = 0) -> int:

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue
 
 from experiments.run.help import CONF
 from experiments.run.schema import (
@@ -117,6 +117,11 @@ def converted(call: str, config: DictConfig) -> Any:
         resolved: Any = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
         raise ValueError(f"{call}: {error.full_key} has no value; give {error.full_key}=VALUE.") from error
+    except InterpolationKeyError as error:
+        raise ValueError(
+            f"{call}: {error.full_key} takes its value from another key that is not there, as a task without classes "
+            f"has no task.ways; give {error.full_key}=VALUE, or choose another task or model."
+        ) from error
     check_keys(call, resolved)
     return resolved
 

@@ -1,4 +1,4 @@
-"""Do model, loss and tasks fit together, and are the derivatives right? Found out before anything is written."""
+"""Check that model, loss and tasks fit together and that derivatives are correct, before anything is written."""
 
 from __future__ import annotations
 
@@ -19,23 +19,31 @@ if TYPE_CHECKING:
     from experiments.run.build import Parts
     from metagrad.tasks import Batch
 
+CLASSIFIERS = (mg.ProtoMAML, mg.ProtoNet, mg.R2D2)
+
 
 @torch.no_grad()
 def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
-    """Compute the loss of the model on one task; no random state, buffer or parameter changes.
+    """Compute the loss of the model on one task; random states, buffers and parameters stay the same.
 
     Args:
-        call: How an error names the program.
-        parts: With the model and the loss.
+        call: The name of the program in errors.
+        parts: The algorithm, the model and the loss.
         draw: Returns a batch of one task.
 
     Raises:
-        ValueError: The model does not take the inputs of the tasks, or the loss not its predictions.
+        ValueError: The model raises for the inputs of the task, the loss raises for the predictions, or the algorithm
+            needs classes and the task has none.
     """
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # mse_loss would broadcast
         support = draw().support
         x, y = tree_map(lambda tensor: tensor[0], (support.x, support.y))
+        if isinstance(parts.algorithm, CLASSIFIERS) and isinstance(y, torch.Tensor) and y.is_floating_point():
+            raise ValueError(
+                f"{call}: {type(parts.algorithm).__name__} classifies, but the targets of the task are real numbers. "
+                "Choose task=omniglot, fewshot or folder, or task.classify=true of task=tabular."
+            )
         try:
             parts.loss_fn(call_on(copy.deepcopy(parts.model), arguments(x, f"{call}: the inputs")), y)
         except torch.OutOfMemoryError:
@@ -50,16 +58,16 @@ def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
 
 
 def preflight(parts: Parts, draw: Callable[[], Batch]) -> str:
-    """Return the report of :func:`metagrad.preflight` on a meta-batch; no random state changes.
+    """Return the report of :func:`metagrad.preflight` on a meta-batch. Random states stay the same.
 
     Raises:
-        MissingDerivative: A derivative that training takes is wrong or missing; the message has the report.
+        MissingDerivative: A derivative that training needs is incorrect or missing. The message holds the report.
     """
     with torch.random.fork_rng():
         report = mg.preflight(parts.algorithm, draw())
     if not report.ok:
         raise MissingDerivative(
-            f"train: preflight=true found derivatives that are wrong or missing.\n{report}"
+            f"train: preflight=true found derivatives that are incorrect or missing.\n{report}"
         )
     return str(report)
 

@@ -31,6 +31,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from experiments.run import checkpoint, result
 from experiments.run.files import write_text
 from experiments.run.signals import Interrupted, signals_raised
+from metagrad.curvature import SolveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,11 +47,12 @@ EXPECTED = (
     yaml.YAMLError,
     torch.OutOfMemoryError,
     torch.linalg.LinAlgError,  # type: ignore[reportPrivateImportUsage]
+    SolveError,
 )
-"""What the user's input or the machine explains; anything else is a bug, and keeps its traceback."""
+"""Errors that the user's input or the machine explains. Every other error is a bug, and keeps its traceback."""
 
-failed: list[str] = []
-"""The jobs of a sweep in this process that failed, each with its reason."""
+failed: dict[str, list[str]] = {}
+"""The jobs of a sweep in this process that failed, by the reason."""
 
 
 class RunError(CompactHydraException):
@@ -98,6 +100,8 @@ def explained(error: BaseException) -> str | None:
     """Return what to tell the user of an error; None of a bug."""
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "Interrupted."
+    if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename:
+        return f"{error.filename} is a file or lies below a file; choose another hydra.run.dir or folder."
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -143,7 +147,7 @@ def failures_reported(folder: Path, log: logging.Logger) -> Iterator[None]:
             _note(folder, error)
         if _is_sweep():
             job = HydraConfig.get().job
-            failed.append(f"{job.num} ({job.override_dirname}): {message}")
+            failed.setdefault(message, []).append(f"{job.num} ({job.override_dirname})")
         if sentence is None:
             raise
         raise RunError(sentence) from error
@@ -245,10 +249,9 @@ def _is_sweep() -> bool:
 
 
 def _failed_in_sweep() -> str:
-    listed = [f"  {one}" for one in failed]
-    return (
-        "\n".join([f"{len(failed)} job{'s' if len(failed) > 1 else ''} failed:", *listed]) if failed else ""
-    )
+    number = sum(map(len, failed.values()))
+    listed = [f"  {', '.join(jobs)}: {message}" for message, jobs in failed.items()]
+    return "\n".join([f"{number} job{'s' if number > 1 else ''} failed:", *listed]) if failed else ""
 
 
 def _of_override(error: BaseException) -> str | None:

@@ -15,13 +15,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import metagrad as mg
 from experiments.run import checkpoint, outer
-from experiments.run.build import generator
+from experiments.run.build import generator, in_keys
 from experiments.run.config import plain
 from experiments.run.evaluate import Interval, accuracies, evaluate, is_classification
 from experiments.run.metrics import check_metric
 from experiments.run.progress import Progress
 from experiments.run.ranks import Ranks, counted
 from experiments.run.signals import Deferred, Interrupted, signals_deferred
+from metagrad.curvature import SolveError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -78,8 +79,8 @@ def outer_step(
             batch = batch.to(device=run.device)
         try:
             out = outer.step(run.parts, batch, partial(_phase, tracker), run.ranks)
-        except FloatingPointError as error:
-            raise FloatingPointError(f"Iteration {run.step}: {error}") from error
+        except (FloatingPointError, SolveError) as error:
+            raise type(error)(f"Iteration {run.step}: {in_keys('algorithm', error)}") from error
     run.parts.schedule.step()
     return batch, out
 

@@ -9,11 +9,13 @@ or a sweep that is repeated into its folder: a run goes on from the checkpoint o
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments.run import checkpoint
 
@@ -66,9 +68,9 @@ def is_in_place(path: str | None, folder: Path) -> bool:
 
 
 def how_to(folder: Path) -> str:
-    """Return how a run is continued that was interrupted."""
+    """Return the command that resumes an interrupted run."""
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    return f"Go on with: python -m experiments.train {shlex.quote(f'resume={shown}')}"
+    return f"Resume with: python -m experiments.train {shlex.quote(f'resume={quoted(shown)}')}"
 
 
 def copy_history(file: Path, folder: Path) -> None:
@@ -80,9 +82,12 @@ def copy_history(file: Path, folder: Path) -> None:
 
 
 def _folder(arguments: list[str]) -> Path | None:
-    names = (argument.lstrip("+").partition("=") for argument in arguments)
-    values = [value.strip("'\"") for name, _, value in names if name == "resume"]
-    return Path(values[-1]) if values and Path(values[-1]).is_dir() else None
+    given = [argument for argument in arguments if argument.lstrip("+").startswith("resume=")]
+    if not given:
+        return None
+    plain = given[-1].partition("=")[2]
+    path = plain if Path(plain).is_dir() else OverridesParser.create().parse_override(given[-1]).value()
+    return Path(path) if isinstance(path, str) and Path(path).is_dir() else None
 
 
 def _is_override(argument: str) -> bool:
@@ -90,6 +95,8 @@ def _is_override(argument: str) -> bool:
 
 
 def quoted(path: Path) -> str:
-    """Return a path as Hydra reads it on the command line."""
-    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    """Return a path as Hydra reads it on the command line, in quotes where Hydra needs them."""
+    if re.fullmatch(r"[A-Za-z0-9_/.-]+", str(path)):
+        return str(path)
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), str(path))
     return f"'{escaped}'"

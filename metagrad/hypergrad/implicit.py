@@ -33,7 +33,8 @@ LOOSE = 1e-2
 
 _NO_MINIMUM = (
     "It is not positive definite, so the parameters are at no minimum. Take more inner steps, give the inner loss a "
-    "larger penalty, such as a proximal term, or give the method damping, as in CG(damping=1.0)."
+    "larger penalty, such as a proximal term, give the method damping, as in CG(damping=1.0), or give iMAML "
+    "matrix='ggn'."
 )
 
 _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)

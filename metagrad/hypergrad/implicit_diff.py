@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from metagrad.autograd.derivatives.recorded import recorded_gradient
+from metagrad.autograd.derivatives.recorded import Recorded, recorded_gradient
 from metagrad.core._torch import Function
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.tape import graph_nodes, is_transformed
@@ -28,8 +28,22 @@ _ONCE = (
 )
 
 
+class SplitLoss(NamedTuple):
+    """A loss of a model's outputs and a quadratic penalty, whose Gauss-Newton matrix takes the place of the Hessian.
+
+    Attributes:
+        losses: A scalar, or the losses ``[tasks]``, with the penalty.
+        outputs: The outputs of the model, with their graph.
+        penalty: Twice the factor of the squared distance in the penalty.
+    """
+
+    losses: Tensor
+    outputs: Tensor
+    penalty: float | Tensor
+
+
 def implicit_diff(
-    inner_loss: Callable[[Params], Tensor],
+    inner_loss: Callable[[Params], Tensor | SplitLoss],
     params: Params,
     *,
     method: ImplicitMethod,
@@ -88,7 +102,9 @@ def implicit_diff(
         )
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     losses = inner_loss(leaves)
-    hessians = _TaskHessians(call, losses, _entering(losses, leaves) or leaves)
+    split = losses if isinstance(losses, SplitLoss) else None
+    losses = losses if split is None else split.losses
+    hessians = _TaskHessians(call, losses, _entering(losses, leaves) or leaves, split)
 
     def solve(cotangents: Tensor) -> Tensor:
         """Invert the Hessian; a row that is not finite stays so, for whoever looks at gradients."""
@@ -129,7 +145,7 @@ class _TaskHessians:
     The Hessian of the sum is block-diagonal, so one backward pass multiplies all rows.
     """
 
-    def __init__(self, call: str, losses: object, params: Params) -> None:
+    def __init__(self, call: str, losses: object, params: Params, split: SplitLoss | None) -> None:
         if not isinstance(losses, Tensor) or losses.ndim > 1 or not losses.requires_grad:
             got = tuple(losses.shape) if is_a(losses, Tensor) else type(losses).__name__
             raise ValueError(
@@ -150,10 +166,18 @@ class _TaskHessians:
         self.shape: tuple[int, int] = (sum(self._sizes), sum(self._sizes))
         self._recorded = recorded_gradient(call, losses.sum(), params)
         self.slopes = zeros_for_none(self._recorded.outputs, self.leaves)
+        self._penalty = None if split is None else split.penalty
+        if split is not None:
+            outputs = {"outputs": split.outputs}
+            self._model = Recorded(call, [split.outputs], params)
+            self._loss = recorded_gradient(call, losses.sum(), outputs)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply each row with its own matrix."""
-        return self.join(self._recorded.pull(self.split(vectors)))
+        rows = self.split(vectors)
+        if self._penalty is None:
+            return self.join(self._recorded.pull(rows))
+        return self.join(self._model.pull(self._loss.pull(self._model.push(rows)))) + self._penalty * vectors
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return tensors like the parameters as rows ``[tasks, n]``."""

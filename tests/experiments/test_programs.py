@@ -12,7 +12,10 @@ ERRORS = [
         ["model.sizes=[2,4,1]", "logger=none"],
         "train: the model and the tasks do not fit: on inputs [10, 1] ",
     ),
-    slow(["hydra.run.dir=/dev/null/run"], "Not a directory: /dev/null/run"),
+    slow(
+        ["hydra.run.dir=/dev/null/run"],
+        "/dev/null/run is a file or lies below a file; choose another hydra.run.dir",
+    ),
 ]
 
 

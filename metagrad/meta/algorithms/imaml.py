@@ -6,15 +6,16 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
+from metagrad.core.checks import check_choice
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import LossFn, Params
 from metagrad.hypergrad import CG, Nystrom
 from metagrad.hypergrad.implicit import ImplicitMethod
-from metagrad.hypergrad.implicit_diff import check_inverse, implicit_diff
+from metagrad.hypergrad.implicit_diff import SplitLoss, check_inverse, implicit_diff
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import OF_STEPS
@@ -70,6 +71,9 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
         hypergradient: The inverse; None is `CG(steps=5)`, conjugate gradients from zero as in the paper. How much a
             step adds depends on the curvature over :math:`\lambda`: on a small regression with the 2 of the paper, 5
             steps leave 1.1 % of the inverse, 6 leave 0.4 % and 10 leave 0.01 %.
+        matrix: ``"hessian"``, or ``"ggn"``: the Gauss-Newton matrix of model and loss in place of the Hessian of the
+            support loss. It is never indefinite if the loss is convex, so the solve works far from a minimum, and it
+            is the Hessian where the model fits its support examples.
         **arguments: As of :class:`MAML`.
 
     Raises:
@@ -98,11 +102,14 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
         steps: int,
         proximal: float | Tensor = 2.0,
         hypergradient: ImplicitMethod | None = None,
+        matrix: Literal["hessian", "ggn"] = "hessian",
         **arguments: Any,
     ) -> None:
         super().__init__(model, loss_fn, inner=inner, steps=steps, **arguments)
         self.proximal = proximal
         self.hypergradient: ImplicitMethod = CG(steps=5) if hypergradient is None else hypergradient
+        check_choice("iMAML(..., matrix)", matrix, ("hessian", "ggn"))
+        self.matrix = matrix
         self._check()
 
     def _check(self) -> None:
@@ -137,10 +144,17 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
     def _at_minimum(self, loss: Loss, rule: Any, start: Params, params: Params, tasks: Tasks) -> Params:
         """Give adapted parameters the derivative of the minimum of the support loss and its proximal term."""
 
-        def losses(values: Params) -> Tensor:
-            found, _ = loss(values, tasks.support_x, tasks.support_y)
+        def losses(values: Params) -> Tensor | SplitLoss:
+            found, outputs = loss(values, tasks.support_x, tasks.support_y)
             distances = task_squares((p - start[name] for name, p in values.items()), found.ndim)
-            return found + rule.weight / 2 * distances
+            whole = found + rule.weight / 2 * distances
+            if self.matrix == "hessian":
+                return whole
+            if not isinstance(outputs, Tensor):
+                raise TypeError(
+                    "iMAML(..., matrix): 'ggn' needs a model that returns a tensor. Take 'hessian'."
+                )
+            return SplitLoss(whole, outputs, rule.weight)
 
         return implicit_diff(losses, params, method=self.hypergradient, call=_CALL)
 

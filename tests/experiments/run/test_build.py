@@ -14,13 +14,39 @@ def test_only_allowed_targets_are_built(target):
 
 
 def test_a_refused_argument_is_told_in_the_words_of_who_refused_it(composed):
-    with pytest.raises(ValueError, match=r"build: metagrad\.models\.MLP: .*two or more positive"):
-        build(composed("model.sizes=[1]").model)
+    with pytest.raises(
+        ValueError, match=r"model: metagrad\.models\.MLP: model\.sizes: .*two or more positive"
+    ):
+        build(composed("model.sizes=[1]").model, key="model")
 
 
 def test_a_name_that_does_not_exist_is_told():
     with pytest.raises(ValueError, match=r"build: metagrad\.models\.Nothing: "):
         build(Model(_target_="metagrad.models.Nothing"))
+
+
+def boom():
+    raise RuntimeError("boom")
+
+
+def test_an_error_of_an_argument_names_the_argument():
+    parts = {"_target_": "metagrad.optim.rules.chain", "_args_": [{"_target_": f"{__name__}.boom"}]}
+    with pytest.raises(ValueError, match=rf"algorithm\.inner\._args_: {__name__}\.boom: boom"):
+        build(parts, allow=["tests."], key="algorithm.inner")
+
+
+HEADS = [
+    (["algorithm=anil"], "head", "4"),
+    (["algorithm=boil", "algorithm.head=2"], "head", "2"),
+    (["algorithm=protonet"], "without", "4"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "value"), HEADS)
+def test_the_head_of_a_model_without_one_is_its_last_layer(composed, overrides, key, value):
+    config = composed("device=cpu", *overrides)
+    build_parts(config)
+    assert getattr(config.algorithm, key) == value
 
 
 def test_parts_are_what_the_config_says(composed):

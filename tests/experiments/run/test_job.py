@@ -158,7 +158,7 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path):
 
 def test_a_sweeps_last_words_are_all_jobs_that_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(job, "_is_sweep", lambda: True)
-    monkeypatch.setattr(job, "failed", [])
+    monkeypatch.setattr(job, "failed", {})
     monkeypatch.setattr(logging, "raiseExceptions", True)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
 
@@ -214,7 +214,7 @@ def test_a_signal_saves_a_run_that_then_goes_on_as_if_nothing_had_happened(
 ):
     real, calls = outer_step_of_the_loop(monkeypatch, number)
     with pytest.raises(
-        Interrupted, match=r"Interrupted by SIG.* after 3 of 4 iterations\. Go on with: python -m "
+        Interrupted, match=r"Interrupted by SIG.* after 3 of 4 iterations\. Resume with: python -m "
     ):
         run(tmp_path, "checkpoint.every=100")
     assert calls == [1, 2, 3]

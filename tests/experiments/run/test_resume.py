@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
 from contextlib import suppress
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments.run import checkpoint, resume
 from experiments.run.metrics import read_rows
@@ -105,11 +107,16 @@ def run_folder(path):
     return path
 
 
-def test_a_folder_brings_its_overrides_and_those_given_come_later(tmp_path):
-    folder = run_folder(tmp_path / "run")
-    completed = resume.command_line([f"resume={folder}", "logger=none"])
-    assert completed[:4] == ["seed=3", "task.shots=5", f"resume={folder}", "logger=none"]
-    assert completed[4:] == [f"hydra.run.dir='{folder}'"]
+@pytest.mark.parametrize("name", ["run", "lr=0.1,seed=(1)", "it's \\'a\\", "1"])
+def test_a_folder_brings_its_overrides_and_those_given_come_later(tmp_path, monkeypatch, name):
+    folder = run_folder(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    told = shlex.split(resume.how_to(folder))
+    assert told[:5] == ["Resume", "with:", "python", "-m", "experiments.train"]
+    completed = resume.command_line([*told[5:], "logger=none"])
+    assert completed[:2] + completed[3:4] == ["seed=3", "task.shots=5", "logger=none"]
+    read = OverridesParser.create().parse_override(completed[4])
+    assert (read.key_or_group, str(read.value())) == ("hydra.run.dir", name)
 
 
 @pytest.mark.parametrize("arguments", [[], ["seed=1"], ["resume=file.pt", "-m"], ["resume=null"]])

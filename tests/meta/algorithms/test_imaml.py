@@ -55,7 +55,7 @@ def conjugate_gradients(A, b, steps):
     return x
 
 
-def textbook(model, examples, solve, *, steps=30, lr=0.1, adapted=None, order=None):
+def textbook(model, examples, solve, *, steps=30, lr=0.1, adapted=None, matrix="hessian"):
     """Return the loss and the meta-gradient by name, of a loop over tasks."""
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = [name for name in params if adapted is None or name.startswith(adapted)]
@@ -86,6 +86,14 @@ def textbook(model, examples, solve, *, steps=30, lr=0.1, adapted=None, order=No
 
         point = torch.cat([phi[n].flatten() for n in names])
         H = torch.func.jacrev(torch.func.jacrev(flat))(point, shared)
+        if matrix == "ggn":
+
+            def outputs(v, sizes=sizes, i=i):
+                parts = [a.view(params[n].shape) for n, a in zip(names, v.split(sizes), strict=True)]
+                return torch.func.functional_call(model, dict(zip(names, parts, strict=True)), (xs[i],))
+
+            J = torch.func.jacrev(outputs)(point).flatten(0, 1)
+            H = 2 / len(J) * J.T @ J + LAMBDA * torch.eye(len(point), dtype=torch.float64)
         u = solve(H, torch.cat([c[n].flatten() for n in names]))
         for n, part in zip(names, u.split(sizes), strict=True):
             grads[n] += LAMBDA * part.view(params[n].shape) / len(xs)
@@ -116,16 +124,17 @@ SOLVES = {
 }
 
 
+@pytest.mark.parametrize("matrix", ["hessian", "ggn"])
 @pytest.mark.parametrize(
     ("name", "task_chunk"),
     covering(SOLVES, [None, 1, 2], fast=lambda name, chunk: name == "cg" or chunk is None),
 )
 @pytest.mark.filterwarnings("ignore:.*left a residual")
-def test_the_meta_gradient_is_that_of_a_loop_over_tasks(name, task_chunk):
+def test_the_meta_gradient_is_that_of_a_loop_over_tasks(name, task_chunk, matrix):
     method, solve = SOLVES[name]
-    imaml, examples = make(hypergradient=method, task_chunk=task_chunk), batch()
+    imaml, examples = make(hypergradient=method, task_chunk=task_chunk, matrix=matrix), batch()
     loss, found = meta_gradient(imaml, examples)
-    expected_loss, expected = textbook(imaml.model, examples, solve)
+    expected_loss, expected = textbook(imaml.model, examples, solve, matrix=matrix)
     torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-10, atol=0)
     assert_close(found, expected)
 
@@ -285,6 +294,17 @@ def test_a_support_loss_that_curves_down_says_which_task():
         imaml(((x, x), (x, x))).loss.backward()
 
 
+def test_a_network_far_from_a_minimum_has_a_gauss_newton_matrix_that_is_positive_definite():
+    torch.manual_seed(0)
+    model = mg.models.MLP([1, 40, 40, 1])
+    examples = mg.tasks.Sinusoid(shots=10, queries=10).sample(25)
+    options = {"inner": mg.optim.rules.sgd(lr=0.01), "steps": 1}
+    with pytest.raises(SolveError, match="matrix='ggn'"):
+        mg.iMAML(model, F.mse_loss, **options)(examples).loss.backward()
+    mg.iMAML(model, F.mse_loss, matrix="ggn", **options)(examples).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 LEARNED = mg.optim.rules.sgd(lr=nn.Parameter(torch.tensor(0.1)))
 
 
@@ -297,6 +317,7 @@ LEARNED = mg.optim.rules.sgd(lr=nn.Parameter(torch.tensor(0.1)))
             ValueError,
             "weight_decay .* Put the penalty into the loss",
         ),
+        ({"matrix": "fisher"}, ValueError, r"iMAML\(\.\.\., matrix\): expected one of 'hessian', 'ggn'"),
         ({"truncate": 2}, ValueError, r"iMAML\(\.\.\., truncate\): it differentiates through no step"),
         ({"tolerance": 0.1}, ValueError, r"iMAML\(\.\.\., tolerance\)"),
         ({"order": 1}, ValueError, r"iMAML\(\.\.\., order\)"),
