@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from metagrad.autograd.derivatives.recorded import Recorded, recorded_gradient
+from metagrad.autograd.derivatives.recorded import JacobianGraph, recorded_gradient
 from metagrad.core._torch import Function
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.tape import graph_nodes, is_transformed
@@ -169,7 +169,7 @@ class _TaskHessians:
         self._penalty = None if split is None else split.penalty
         if split is not None:
             outputs = {"outputs": split.outputs}
-            self._model = Recorded(call, [split.outputs], params)
+            self._model = JacobianGraph(call, [split.outputs], params)
             self._loss = recorded_gradient(call, losses.sum(), outputs)
 
     def multiply(self, vectors: Tensor) -> Tensor:
