@@ -21,7 +21,16 @@ from torch import Tensor
 from metagrad.core.checks import check_choice, is_list_or_tuple, is_mapping
 from metagrad.tasks._data_root import find_path
 
-MISSING = {"", "na", "n/a", "<na>", "nan", "nat", "null", "none"}  # in lower case; of declared text only ""
+MISSING = {
+    "",
+    "na",
+    "n/a",
+    "<na>",
+    "nan",
+    "nat",
+    "null",
+    "none",
+}  # in lower case, only "" in a column declared as text
 
 Array = np.ndarray[Any, Any]
 
@@ -33,7 +42,7 @@ class Kind(NamedTuple):
         example: How errors describe an entry.
         dtype: Type of the array.
         types: Python types of its entries.
-        pattern: What text must match to be parsed.
+        pattern: Pattern of the text that can be parsed.
         parse: Maps such text to an entry.
     """
 
@@ -62,7 +71,7 @@ class Column(NamedTuple):
 
     Args:
         kind: A key of `KINDS`.
-        values: int64, float64, datetime64 or object, [rows]. In the place of a missing value stands any other.
+        values: int64, float64, datetime64 or object, [rows]. The value of a row without one is arbitrary.
         missing: True where a row has no value, [rows] bool.
     """
 

@@ -1,4 +1,4 @@
-"""Where data are looked for, and what reads images."""
+"""The data folder and the reader of images."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 def data_root(root: str | os.PathLike[str] | None) -> Path:
-    """Return the folder to look in: the argument, else `$METAGRAD_DATA`, else `~/.cache/metagrad`."""
+    """Return the data folder: the argument, else `$METAGRAD_DATA`, else `~/.cache/metagrad`."""
     return Path(root or os.environ.get("METAGRAD_DATA") or "~/.cache/metagrad").expanduser()
 
 
 def find_path(call: str, path: str | os.PathLike[str]) -> Path:
-    """Return a file or folder, which may be given relative to the data folder.
+    """Return a file or folder. A relative path may start at the current folder or at the data folder.
 
     Raises:
-        ValueError: It is in neither place.
+        ValueError: The path does not exist in either place.
     """
     given, below = Path(path).expanduser(), data_root(None) / path
     if given.exists():
@@ -28,10 +28,10 @@ def find_path(call: str, path: str | os.PathLike[str]) -> Path:
 
 
 def pillow(call: str) -> Any:
-    """Return Pillow's module of images.
+    """Return Pillow's module `Image`.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: Pillow is not installed.
     """
     try:
         from PIL import Image

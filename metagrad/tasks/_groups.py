@@ -1,4 +1,4 @@
-"""Groups of items, which are classes or tasks: published and other splits, members, and draws of these."""
+"""Groups of items (classes or tasks): their splits, and random draws of their members."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _OTHER_NAMES = {"training": "train", "val": "validation", "valid": "validation",
 
 @functools.lru_cache
 def published_splits() -> dict[str, dict[str, Any]]:
-    """Return the published splits of data sets, by the name of the data set and of the split."""
+    """Return the published splits by the name of the data set and the name of the split."""
     return json.loads(Path(__file__).with_name("published_splits.json").read_text(encoding="utf-8"))
 
 
 def split_name(name: str) -> str:
-    """Return the name of a split as it is used here: `val` and `valid` are `validation`."""
+    """Return the canonical name of a split: `val` and `valid` become `validation`."""
     return _OTHER_NAMES.get(name.lower(), name.lower())
 
 
@@ -39,19 +39,17 @@ def choose_split(
     wanted: Sequence[T] | Mapping[str, Sequence[T]] | None,
     split: str | None,
 ) -> list[T]:
-    """Return those groups of a data set that tasks are made of.
+    """Return the groups of a data set that tasks are made of.
 
     Args:
         call: How errors begin.
-        argument: How errors name the groups, as `"classes"`.
+        argument: How errors name the groups, such as `"classes"`.
         known: All groups of the data set.
-        wanted: Some of them; or lists of them by the name of the split; or None.
-        split: The name of the split; None where there is none. Groups that nobody has split are dealt out,
-            64, 16 and 20 % of them, in an order that depends on their number alone.
+        wanted: Groups to use, or lists of groups by the name of the split. None uses all groups.
+        split: Name of the split, or None. Without lists in `wanted`, :func:`dealt` splits the groups.
 
     Raises:
-        ValueError: A group or a split is not there, a group is twice in a list or in two splits, or a split has two
-            names.
+        ValueError: A group or a split does not exist, or a group occurs twice.
     """
     if isinstance(wanted, Mapping):
         return _from_mapping(call, argument, known, wanted, split)
@@ -66,7 +64,7 @@ def choose_split(
 
 
 def dealt(call: str, known: Sequence[T], split: str) -> list[T]:
-    """Deal groups out to the three splits, and return those of one."""
+    """Return the groups of one split: 64, 16 or 20 %, in an order that depends only on the number of groups."""
     name = split_name(split)
     if name not in SHARES:
         raise ValueError(f"{call}: split must be one of {', '.join(map(repr, SHARES))}, got {split!r}.")
@@ -114,7 +112,7 @@ def _checked(call: str, argument: str, known: Sequence[T], wanted: Sequence[T]) 
 
 
 def listed(values: Sequence[object], most: int = 5) -> str:
-    """Return a few values for an error."""
+    """Return the first values as text for an error."""
     return ", ".join(map(repr, values[:most])) + (", ..." if len(values) > most else "")
 
 
@@ -126,9 +124,9 @@ class Groups:
     """The members of groups of unequal size.
 
     Args:
-        codes: The group of each item, [items] int64; negative are items of no group.
-        num_groups: How many groups there are.
-        device: Where members are drawn.
+        codes: Number of the group of each item, [items] int64. Items of no group have a negative number.
+        num_groups: Number of groups.
+        device: Device of the random draws.
     """
 
     def __init__(self, codes: Tensor, num_groups: int, device: torch.device) -> None:
@@ -143,19 +141,19 @@ class Groups:
 
     @property
     def device(self) -> torch.device:
-        """Where members are drawn."""
+        """Device of the random draws."""
         return self.sizes.device
 
     def draw_members(self, groups: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-        """Draw distinct members of groups; of a group with fewer, what follows all its members means nothing.
+        """Draw distinct members of groups. If a group has fewer members, the remaining items are arbitrary.
 
         Args:
             groups: Numbers of groups, [...].
-            count: How many members of each, at most as many as the largest group has.
-            generator: Source of the random numbers; None is torch's global one.
+            count: Number of members to draw from each group, at most the size of the largest group.
+            generator: Source of random numbers. None is torch's global generator.
 
         Returns:
-            Items, [..., count] int64.
+            Positions of the items, [..., count] int64.
         """
         members = draw_distinct(self.sizes[groups], self.largest, count, generator)
         places = self.starts[groups].unsqueeze(-1) + members
@@ -163,20 +161,19 @@ class Groups:
 
 
 def draw_distinct(sizes: Tensor, largest: int, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw distinct numbers below the sizes; after all of them come numbers that are not below.
+    """Draw distinct integers from 0 to `size - 1` for each size. If there are fewer, larger integers follow.
 
-    The positions of the k largest of n independent uniform keys are a uniform draw of k out of n in uniform
-    order, so that a whole batch is one call of `topk`. Keys are float64: ties are then too rare to favour
-    anything.
+    The positions of the k largest of n independent uniform keys are a uniform draw of k out of n, in uniform order.
+    So one call of `topk` draws a whole batch. The keys are float64, which makes ties negligible.
 
     Args:
         sizes: [...], int64.
-        largest: The largest of these, or more.
-        count: How many are drawn for each.
-        generator: Source of the random numbers; None is torch's global one.
+        largest: Upper bound of the sizes.
+        count: Number of integers to draw for each size.
+        generator: Source of random numbers. None is torch's global generator.
 
     Returns:
-        Numbers, [..., count] int64.
+        [..., count] int64.
     """
     shape = (*sizes.shape, largest)
     keys = torch.rand(shape, generator=generator, dtype=torch.float64, device=sizes.device)

@@ -35,7 +35,7 @@ class Tabular:
     **Types.** Entries of a mapping or a data frame keep their type. The fields of a CSV file are text, without the
     white space around them, whatever they look like: the ids `007`, `7` and `1_1` are three tasks.
 
-    | use of a column | what it may hold |
+    | use of a column | allowed entries |
     | --- | --- |
     | in a list in `x`, or as `y` | numbers, dates (in days since 1970-01-01), or text such as `-1.5e3` |
     | as `task_column`, as `x` by its name, or as `y` with `classify=True` | integers, floats, dates, or text |
@@ -45,8 +45,8 @@ class Tabular:
     In a column that is declared as text only empty fields are missing.
 
     Args:
-        table: The path of a CSV file, which may be relative to `$METAGRAD_DATA`; a mapping from names to columns; or
-            a data frame.
+        table: The path of a CSV file, a mapping from names to columns, or a data frame. The path may be relative to
+            `$METAGRAD_DATA`.
         task_column: The column whose values are the tasks.
         x: Inputs of the model. A list of columns gives a floating-point tensor [tasks, rows, columns]. The name of
             one column gives [tasks, rows]: text is numbered in sorted order, numbers stay as they are. A mapping
@@ -55,17 +55,17 @@ class Tabular:
         shots: Number of support rows of a task.
         queries: Number of query rows of a task.
         classify: True if y holds classes. They are numbered in sorted order, int64 [tasks, rows].
-        standardize: True to shift and scale the columns in lists, and y if it is a number, to mean 0 and variance 1
-            over the rows of the training tasks.
-        tasks: Values of the task column to use; or lists of them by the name of the split; None uses all.
+        standardize: True to shift and scale the columns in lists to mean 0 and variance 1 over the rows of the
+            training tasks. This includes y if it is a number.
+        tasks: Values of the task column to use, or lists of values by the name of the split. None uses all.
         split: The split that tasks are drawn from. Without lists in `tasks`, 64, 16 and 20 % of the tasks form
             `"train"`, `"validation"` and `"test"`, which are the same in every call.
         on_small: `"raise"` raises an error if a task has too few rows, `"skip"` leaves the task out.
         missing: `"raise"` raises an error if a value is missing in a column that is used, `"skip"` leaves the row
             out.
         column_types: Types of columns by name: `"integer"`, `"float"`, `"date"` (such as `2024-03-01`) or `"text"`.
-        device: Device of the table; None is torch's default device.
-        dtype: Floating-point type; None is torch's default type.
+        device: Device of the table. None is torch's default device.
+        dtype: Floating-point type. None is torch's default type.
 
     Attributes:
         tasks: Values of the task column that tasks are drawn from.
@@ -135,7 +135,7 @@ class Tabular:
 
     @property
     def protocol_description(self) -> str:
-        """What a result must be printed with to be comparable."""
+        """Description of the tasks. Print it next to a result, so that others can compare it."""
         split = "" if self.split is None else f" of the {self.split} split"
         return (
             f"Tabular tasks by {self.task_column!r}, {self.shots} support and {self.queries} query rows, "
@@ -147,13 +147,13 @@ class Tabular:
 
         Args:
             num_tasks: Number of tasks.
-            generator: Source of the random numbers, on the device of the tasks; None is torch's global one.
+            generator: Source of random numbers on the device of the tasks. None is torch's global generator.
 
         Returns:
-            A batch of `shots` support and `queries` query rows a task. No row is in both.
+            A batch of `shots` support rows and `queries` query rows per task. No row is in both.
 
         Raises:
-            ValueError: When num_tasks is below one, or the generator is on another device.
+            ValueError: num_tasks is below one, or the generator is on another device.
         """
         check_counts("Tabular.sample", {"num_tasks": num_tasks})
         check_generator("Tabular.sample", generator, self.device)
@@ -221,7 +221,7 @@ class Tabular:
 
 
 def _names_in(x: Inputs) -> list[str]:
-    """Return the columns that a model gets, each list of which must name one at least."""
+    """Return the names of the input columns. Raise `ValueError` if there are none."""
     names: list[str] = []
     for part in x.values() if isinstance(x, Mapping) else [x]:
         names += [part] if isinstance(part, str) else list(part)

@@ -18,11 +18,17 @@ def test_num_tasks_is_the_leading_axis_and_len_stays_that_of_a_pair(batch):
     assert len(batch) == 2
 
 
-def test_to_casts_floating_tensors_and_keeps_labels(batch):
-    moved = batch.to(dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [(("meta", torch.float64), {}), ((), {"device": "meta", "dtype": torch.float64, "non_blocking": True})],
+)
+def test_to_takes_what_a_tensor_takes_and_keeps_labels(batch, args, kwargs):
+    moved = batch.to(*args, **kwargs)
     assert moved.support.x.dtype == moved.query.x.dtype == moved.query.y.dtype == torch.float64
     assert moved.support.y.dtype == torch.int64
-    assert torch.equal(moved.support.x, batch.support.x.double())
+    assert moved.support.x.device == moved.support.y.device == torch.device("meta")
+    assert torch.equal(batch.to(torch.float64).support.x, batch.support.x.double())
+    assert batch.to("cpu").support.x is batch.support.x
 
 
 class Process:

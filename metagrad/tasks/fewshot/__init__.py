@@ -1,4 +1,4 @@
-"""Few-shot classification: tasks of a few classes, each seen a few times."""
+"""Few-shot classification: tasks with few classes and few examples of each."""
 
 from metagrad.tasks.fewshot.few_shot import FewShot
 from metagrad.tasks.fewshot.image_folders import ImageFolders

@@ -1,4 +1,4 @@
-"""Which classes, and which of their members, make few-shot tasks."""
+"""Random draws of the classes and items of few-shot tasks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 Count = int | tuple[int, int]
-"""A number, or the lowest and the highest of uniform ones."""
+"""A number, or the bounds of a uniform random number, both included."""
 
 
 class Composition(NamedTuple):
-    """Say how many classes a task has, and how many examples of each.
+    """The numbers of classes and examples of a task.
 
     Args:
-        ways: Classes of a task.
-        shots: Support examples of each class.
-        queries: Query examples of each class.
+        ways: Number of classes.
+        shots: Number of support examples of each class.
+        queries: Number of query examples of each class.
     """
 
     ways: Count
@@ -32,35 +32,35 @@ class Composition(NamedTuple):
 
     @property
     def is_balanced(self) -> bool:
-        """Whether all tasks have the same numbers of examples, so that nothing is padded."""
+        """True if all tasks have the same size, so that no padding is needed."""
         return isinstance(self.ways, int) and isinstance(self.shots, int)
 
     @property
     def fewest_examples(self) -> int:
-        """How many members a class must have."""
+        """Minimum number of items of a class."""
         return (self.shots if isinstance(self.shots, int) else self.shots[0]) + self.queries
 
     @property
     def fewest_ways(self) -> int:
-        """How many classes there must be."""
+        """Minimum number of classes."""
         return self.ways if isinstance(self.ways, int) else self.ways[0]
 
     def most_ways(self, num_classes: int) -> int:
-        """How many classes a task has at most."""
+        """Return the maximum number of classes of a task."""
         return self.ways if isinstance(self.ways, int) else min(self.ways[1], num_classes)
 
     def most_examples(self, largest: int) -> int:
-        """How many members of a class a task has at most, where the largest class has so many."""
+        """Return the maximum number of items that a task takes from a class. `largest` is the largest class size."""
         most = self.shots if isinstance(self.shots, int) else self.shots[1]
         return min(most + self.queries, largest)
 
 
 class Members(NamedTuple):
-    """Hold the members of a part (support or query) of a batch of tasks.
+    """The support or query items of a batch of tasks.
 
     Args:
-        items: Positions in the data set, [tasks, examples] int64; -1 is padding.
-        labels: 0 to ways - 1, [tasks, examples] int64; -100 is padding.
+        items: Positions in the data set, [tasks, examples] int64. Padding is -1.
+        labels: Labels from 0 to ways - 1, [tasks, examples] int64. Padding is -100.
     """
 
     items: Tensor
@@ -70,15 +70,15 @@ class Members(NamedTuple):
 def draw_episodes(
     groups: Groups, num_tasks: int, composition: Composition, generator: torch.Generator | None
 ) -> tuple[Members, Members]:
-    """Draw the support and the query members of tasks.
+    """Draw the support and query items of tasks.
 
-    Classes are drawn without replacement for each task, and members without replacement for each class.
+    The classes of a task are drawn without replacement, and so are the items of a class.
 
     Args:
-        groups: The members of each class.
+        groups: The items of each class.
         num_tasks: Number of tasks.
-        composition: How many classes and members.
-        generator: Source of the random numbers; None is torch's global one.
+        composition: Numbers of classes and examples.
+        generator: Source of random numbers. None is torch's global generator.
     """
     classes_of_all = torch.full((num_tasks,), groups.num_groups, device=groups.device)
     most_ways = composition.most_ways(groups.num_groups)
@@ -99,7 +99,7 @@ def draw_episodes(
 def _draw_counts(
     sizes: Tensor, composition: Composition, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw how many support and query examples each class has, [tasks, ways] each; zero is no class."""
+    """Draw the numbers of support and query examples, [tasks, ways] each. An unused class has zero."""
     num_tasks, most_ways = sizes.shape
     ways = _uniform(composition.ways, (num_tasks, 1), generator, sizes.device, most=most_ways)
     is_real = torch.arange(most_ways, device=sizes.device) < ways
@@ -122,14 +122,14 @@ def _uniform(
 
 
 def _labelled(items: Tensor) -> Members:
-    """Label items [tasks, ways, examples] by their class."""
+    """Label items [tasks, ways, examples] by the position of their class."""
     num_tasks, ways, examples = items.shape
     labels = torch.arange(ways, device=items.device).repeat_interleave(examples)
     return Members(items.flatten(1), labels.repeat(num_tasks, 1))
 
 
 def _kept(items: Tensor, keep: Tensor) -> Members:
-    """Label those items [tasks, ways, examples] that are kept, and pad tasks that have fewer at their end."""
+    """Label the kept items of [tasks, ways, examples], and pad shorter tasks at their end."""
     members, keep = _labelled(items), keep.flatten(1)
     order = keep.logical_not().byte().argsort(dim=1, stable=True)[:, : int(keep.sum(1).max())]
     is_real = keep.gather(1, order)

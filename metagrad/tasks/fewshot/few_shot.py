@@ -1,4 +1,4 @@
-"""Few-shot classification tasks made of any labelled data."""
+"""Few-shot classification tasks from any labeled data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metagrad.tasks._checks import check_counts, check_float_dtype, check_genera
 from metagrad.tasks._groups import Groups, choose_split
 from metagrad.tasks.batch import Batch, Examples
 from metagrad.tasks.fewshot.episodes import Composition, Count, draw_episodes
-from metagrad.tasks.fewshot.loading import Ahead, Batches, Items, Plan, is_vector, load_all, read_labels
+from metagrad.tasks.fewshot.loading import Batches, Items, Plan, Prefetcher, is_vector, load_all, read_labels
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -24,62 +24,60 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import Dataset
 
-MAX_LEVEL = 255  # of images in uint8; a sampled image is its levels divided by this
+MAX_LEVEL = 255  # of images in uint8, which are divided by it
 
 
 class FewShot:
-    r"""Classify among a few classes of a data set, each seen a few times.
+    r"""Few-shot classification tasks from the classes of a data set.
 
-    A task has `ways` distinct classes, labelled 0 to ways - 1 in random order, `shots` items of each to adapt to
-    and `queries` others of each to be evaluated on. Examples come ordered by label.
+    A task has `ways` distinct classes, labeled 0 to ways - 1 in random order. It has `shots` support items and
+    `queries` other query items of each class. Examples are ordered by label.
 
-    | where the items are | how |
+    | where items are stored | how |
     | --- | --- |
     | in memory, on the device | `FewShot((x, labels))`, or any data set with `in_memory=True` |
-    | loaded when they are drawn | `FewShot(dataset)`; with `workers=` in other processes, which load ahead |
+    | outside, loaded when they are drawn | `FewShot(dataset)`, or with `workers=` to load ahead in other processes |
 
-    Which tasks are drawn depends on the generator alone, not on where the items are or on how many processes
-    load them; what a transform draws at random (from torch, NumPy or Python) does so too.
+    Only the generator decides which tasks are drawn, and what a transform draws from torch, NumPy or Python. The
+    tasks do not depend on where items are stored or on the number of workers.
+
+    **Labels.** The label of an item is what the item (x, label) has. A `targets` or `labels` attribute is used only
+    if it agrees with the items. Up to 64 items are compared at once, and each other item when it is loaded.
 
     **Imbalanced tasks.** `ways=(5, 50)` draws the number of classes of each task, and `shots=(1, 10)` the number of
-    support examples of each class. Shorter tasks are padded at their end: x with zeros, y with the label -100, which
-    `F.cross_entropy` ignores;
-    `batch.support.mask` says what is real. The loss of a padded task is that of the task alone unless examples of a
-    task see each other, as in BatchNorm with the statistics of the batch. The model has outputs for the most ways.
+    support examples of each class. Shorter tasks are padded at their end, x with zeros and y with the label -100.
+    `F.cross_entropy` ignores this label, and `batch.support.mask` is False there. Padding changes the
+    loss of a task only if its examples see each other, as in BatchNorm with the statistics of the batch. The model
+    needs outputs for the largest number of ways.
 
     Args:
-        dataset: A map-style `torch.utils.data.Dataset`, or a list, of pairs (x, label); or a tuple (x, labels) of
+        dataset: A map-style `torch.utils.data.Dataset` or a list, of pairs (x, label). Or a tuple (x, labels) of
             tensors or arrays, [items, ...] and [items].
-        ways: Classes of a task, or the lowest and the highest number of them.
-        shots: Support examples of each class, or the lowest and the highest number of them.
-        queries: Query examples of each class.
-        classes: Labels, or names where the data set has `classes`, that tasks are made of; or such lists by the
-            name of the split, `{"train": [...], "test": [...]}`; None takes those of the data set's `splits` if
-            it has them, or all.
-        split: The split of the classes that tasks are made of. Where nobody has split them, 64, 16 and 20 % are
-            dealt out to `"train"`, `"validation"` and `"test"`, always the same ones.
-        labels: The label of each item; None reads them from the data set: from `targets` or `labels`, else from
-            all the items, which may take long.
-        transform: Maps x of an item to a tensor, each time that the item is drawn.
-        on_small: What becomes of classes that have too few examples: `"raise"` names them, `"skip"` leaves them
-            out.
-        in_memory: Whether all items are loaded at once, without the transform.
-        workers: Processes that load items; 0 loads them here.
-        prefetch: Batches that each worker loads ahead, in shared memory, and into pinned memory where there is
-            CUDA. Useful with a generator that draws tasks alone; with the global one, what was loaded ahead is
-            dropped whenever anything else draws.
-        device: Where tasks are; items in memory are kept there too. None is torch's default device.
-        dtype: Floating-point type of x; None is torch's default type for images, and else the type of x. Images in
-            uint8 are divided by 255; other integers are ids and stay as they are.
+        ways: Number of classes of a task, or its bounds.
+        shots: Number of support examples of each class, or its bounds.
+        queries: Number of query examples of each class.
+        classes: Classes to use, or lists of them by the name of the split, `{"train": [...], "test": [...]}`. A class
+            is a label, or a name if the data set has `classes`. None uses the `splits` of the data set, or all.
+        split: The split of the classes. Without lists in `classes`, 64, 16 and 20 % of the classes form `"train"`,
+            `"validation"` and `"test"`, which are the same in every call.
+        labels: Label of each item, which replaces the label that the item has.
+        transform: Maps x of an item to a tensor each time the item is drawn.
+        on_small: `"raise"` raises an error if a class has too few items, `"skip"` leaves the class out.
+        in_memory: True to load all items at once, without the transform.
+        workers: Number of processes that load items. 0 loads them in this process.
+        prefetch: Number of batches that each worker loads ahead. Give `sample` a generator that nothing else uses:
+            batches loaded ahead are discarded if the state of the generator changes.
+        device: Device of the tasks and of items in memory. None is torch's default device.
+        dtype: Floating-point type of x. None is torch's default type for images, else the type of x. Images in uint8
+            are divided by 255. Other integers are ids and keep their type.
 
     Attributes:
-        classes: The labels or names of the classes that tasks are made of.
-        skipped: Those that were left out since they are too small.
+        classes: Labels or names of the classes that tasks are made of.
+        skipped: Labels or names of the classes that were left out because they are too small.
 
     Raises:
-        ValueError: For an argument out of range, a data set without labels, classes that are not there, too few,
-            or too small.
-        TypeError: For a count that is not an int.
+        ValueError: An argument is out of range, an item has no label, or there are too few classes or items.
+        TypeError: `dataset`, `labels` or a number has another type.
 
     Examples:
         >>> x, labels = torch.randn(100, 8), torch.arange(100) % 10
@@ -138,12 +136,12 @@ class FewShot:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes that tasks are made of."""
+        """Number of classes that tasks are made of."""
         return len(self.classes)
 
     @property
     def protocol_description(self) -> str:
-        """What a result must be printed with to be comparable."""
+        """Description of the tasks. Print it next to a result, so that others can compare it."""
         ways, shots, queries = self.composition
         split = "" if self.split is None else f"{self.split} split: "
         name = type(self.dataset).__name__ if self._x is None else f"{len(self._x)} items in memory"
@@ -157,15 +155,15 @@ class FewShot:
 
         Args:
             num_tasks: Number of tasks.
-            generator: Source of the random numbers, on the device of items in memory, else on the CPU; None is
-                torch's global one.
+            generator: Source of random numbers, on the device of items in memory, else on the CPU. None is torch's
+                global generator.
 
         Returns:
-            A batch; support.x is [tasks, ways * shots, ...], support.y is [tasks, ways * shots] int64, and query
-            likewise with `queries` in place of `shots`, or less where tasks are imbalanced. No item is in both.
+            A batch. support.x is [tasks, ways * shots, ...] and support.y is [tasks, ways * shots] int64. In query,
+            `queries` takes the place of `shots`. No item is in both.
 
         Raises:
-            ValueError: When num_tasks is below one, or the generator is on another device.
+            ValueError: num_tasks is below one, or the generator is on another device.
         """
         check_counts(f"{self._call}.sample", {"num_tasks": num_tasks})
         check_generator(f"{self._call}.sample", generator, self._groups.device)
@@ -173,15 +171,15 @@ class FewShot:
             parts = draw_episodes(self._groups, num_tasks, self.composition, generator)
             return Batch(*(Examples(self._gather(part.items), part.labels) for part in parts))
         generator = torch.default_generator if generator is None else generator
-        if self._ahead is not None:
-            batch = self._ahead.next(num_tasks, generator)
+        if self._prefetcher is not None:
+            batch = self._prefetcher.next(num_tasks, generator)
         else:
             batch = self._batches[self._plan(num_tasks, generator)]
         batch = batch.to(device=self.device)
         return Batch(*(part._replace(x=self._converted(part.x)) for part in batch))
 
     def _find_classes(self, labels: Any, wanted: Any, on_small: str) -> None:
-        """Group items by class, and check that there are as many of both as tasks need."""
+        """Group items by class. Raise `ValueError` if there are too few classes or items."""
         call, fewest = self._call, self.composition.fewest_examples
         codes, known, self._labels = read_labels(call, self.dataset, labels)
         if wanted is None and self.split is not None:
@@ -205,9 +203,9 @@ class FewShot:
         workers: int,
         prefetch: int,
     ) -> None:
-        """Keep items in memory, or prepare to load them when they are drawn."""
+        """Store items in memory, or prepare to load them when they are drawn."""
         self._x: Tensor | None = None
-        self._ahead: Ahead | None = None
+        self._prefetcher: Prefetcher | None = None
         x = self.dataset.tensors[0] if is_pair else None
         if in_memory and x is None:
             drawn = to_list((self._codes >= 0).nonzero().squeeze(1))
@@ -219,13 +217,13 @@ class FewShot:
         where = torch.device("cpu") if self._x is None else self.device
         self._groups = Groups(self._codes, self.num_classes, where)
         self._batches = Batches(Items(self.dataset, transform, self._labels))
-        # Not a method of self: a reference cycle is freed late, and its workers then wait for seconds.
+        # Not a method of self: a reference cycle would be freed late, with workers that wait for seconds.
         self._plan = functools.partial(_plan, self._groups, self.composition)
         if workers and self._x is None:
-            self._ahead = Ahead(self._batches, self._plan, workers=workers, prefetch=prefetch)
+            self._prefetcher = Prefetcher(self._batches, self._plan, workers=workers, prefetch=prefetch)
 
     def _gather(self, items: Tensor) -> Tensor:
-        """Return inputs by their positions, [tasks, examples, ...]; those of padding are zeros."""
+        """Return inputs by their positions, [tasks, examples, ...]. Padding is zero."""
         assert self._x is not None
         x = self._x.index_select(0, items.clamp(min=0).flatten())
         x = self._converted(x).view(*items.shape, *x.shape[1:])
@@ -240,7 +238,7 @@ class FewShot:
 
 
 def _plan(groups: Groups, composition: Composition, num_tasks: int, generator: torch.Generator) -> Plan:
-    """Draw a batch; seeds are of the state before, so that items in memory, which need none, draw the same tasks."""
+    """Draw a batch. Seeds come from the state before the draw: items in memory draw the same tasks without seeds."""
     state = generator.get_state().numpy().tobytes()
     seed = int.from_bytes(hashlib.blake2b(state, digest_size=6).digest(), "little")
     support, query = draw_episodes(groups, num_tasks, composition, generator)

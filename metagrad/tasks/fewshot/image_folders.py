@@ -23,47 +23,48 @@ if TYPE_CHECKING:
 PUBLISHED = ("mini-ImageNet", "CIFAR-FS")  # data sets whose splits are known: 64, 16 and 20 classes each
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 SIXTEEN_BITS = ("PNG", "PPM")  # formats whose gray levels Pillow may read as mode "I"
-SUBFOLDERS = ("images", "data", "")  # of the root, where images are in the layouts that are read
+SUBFOLDERS = ("images", "data", "")  # folders below the root that may contain the images
 SPLIT_FILES = {"train": ["train"], "validation": ["val", "validation"], "test": ["test"]}
 
 Splits = dict[str, list[str]]
 
 
 class Found(NamedTuple):
-    """Hold the images of a folder: files with the names of their classes, and which classes make each split."""
+    """The images of a folder: files with the names of their classes, and class names by split."""
 
     files: list[tuple[Path, str]]
     splits: Splits
 
 
 class ImageFolders(Dataset[Any]):
-    """Read images that are in folders, one for each class, in the layouts of few-shot data sets.
+    """A data set of images in one folder per class, in the layouts of few-shot data sets.
 
-    | layout below the root | as |
+    | layout below the root | example |
     | --- | --- |
-    | `train.csv`, `val.csv`, `test.csv` with the columns filename and label; files in `images/` | mini-ImageNet |
+    | `train.csv`, `val.csv`, `test.csv` with the columns filename and label, and files in `images/` | mini-ImageNet |
     | `train/CLASS/*`, `val/CLASS/*`, `test/CLASS/*` | tieredImageNet |
     | `CLASS/*`, `images/CLASS/*` or `data/CLASS/*`, with `splits=` | CIFAR-FS |
 
-    Images are read by Pillow when they are asked for, which must be installed.
+    Pillow must be installed. It reads an image when the image is indexed. Gray images of 16 bits are scaled to 8
+    bits. Hidden folders and files are left out.
 
     Args:
-        root: The folder, also relative to `$METAGRAD_DATA`.
-        size: Pixels along a side, to which images are scaled by Pillow's bilinear filter, without regard to their
-            shape; None leaves them as they are.
-        splits: Where classes are in `CLASS/`: `"mini-ImageNet"` or `"CIFAR-FS"`, the published splits; or a mapping
-            from `"train"`, `"validation"` and `"test"` to class names.
-        transform: Maps a Pillow image to a tensor, as those of torchvision do; it replaces the scaling.
-        mode: Pillow's name of the channels: `"RGB"` or `"L"`.
+        root: The folder. A relative path may start at `$METAGRAD_DATA`.
+        size: Height and width of the images in pixels. They are resized by Pillow's bilinear filter, whatever their
+            aspect ratio. None keeps their size.
+        splits: The splits of classes in `CLASS/`: `"mini-ImageNet"` or `"CIFAR-FS"` for the published splits, or a
+            mapping from `"train"`, `"validation"` and `"test"` to class names.
+        transform: Maps a Pillow image to a tensor, as in torchvision. It replaces resizing.
+        mode: Pillow's name of the channels, `"RGB"` or `"L"`.
 
     Attributes:
-        files: The path of each image.
-        targets: The class of each image, as a position in `classes`.
-        classes: The names of the classes, sorted.
-        splits: Class names by the name of the split; empty where there are none.
+        files: Path of each image.
+        targets: Class of each image, as a position in `classes`.
+        classes: Sorted names of the classes.
+        splits: Class names by the name of the split. Empty if there are no splits.
 
     Raises:
-        ValueError: The folder is not there, has no images, or a split names classes or files that it lacks.
+        ValueError: The folder does not exist or has no images, or lacks a class or a file of a split.
         ImportError: Pillow is not installed.
 
     Examples:
@@ -104,7 +105,7 @@ class ImageFolders(Dataset[Any]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Return an image, [channels, height, width] uint8 unless there is a transform, and its class."""
+        """Return an image, [channels, height, width] uint8 without a transform, and its class."""
         image = self._image(range(len(self))[index])
         if self.transform is not None:
             return self.transform(image), self.targets[index]
@@ -112,7 +113,7 @@ class ImageFolders(Dataset[Any]):
         return levels.permute(2, 0, 1).contiguous(), self.targets[index]
 
     def _image(self, number: int) -> Any:
-        """Return an image as Pillow's, scaled unless there is a transform."""
+        """Return an image of Pillow, resized unless there is a transform."""
         reader, path = pillow("ImageFolders"), self.files[number]
         try:
             with reader.open(path) as file:
@@ -124,7 +125,7 @@ class ImageFolders(Dataset[Any]):
         return image
 
     def _eight_bits(self, image: Any) -> Any:
-        """Return an image with 8 bits a channel. Pillow's own conversion of 16-bit gray levels saturates."""
+        """Return an image with 8 bits per channel. Pillow's own conversion from 16 bits saturates."""
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format in SIXTEEN_BITS):
             levels = np.rint(np.asarray(image) / 257)
             return pillow("ImageFolders").fromarray(levels.astype(np.uint8))
@@ -134,7 +135,7 @@ class ImageFolders(Dataset[Any]):
 
 
 def _find(root: Path, splits: Any) -> Found:
-    """Return the images of a folder, in the first layout that fits."""
+    """Return the images of a folder in the first layout that fits."""
     found = (_by_tables(root) or _by_split_folders(root)) if splits is None else None
     if found is None:
         no_files: list[tuple[Path, str]] = []
@@ -157,7 +158,7 @@ def _find(root: Path, splits: Any) -> Found:
 
 
 def _by_class(folder: Path) -> list[tuple[Path, str]]:
-    """Return the images of the folders in a folder in sorted order, without hidden folders and files."""
+    """Return the images in the subfolders of a folder, sorted, without hidden folders and files."""
     if not folder.is_dir():
         return []
     classes = sorted(path for path in folder.iterdir() if path.is_dir())
@@ -210,7 +211,7 @@ def _read_table(path: Path) -> list[tuple[str, str]]:
 
 
 def _existing(folder: Path, ending: str) -> dict[str, Path]:
-    """Return the files, or the folders, of splits that are there."""
+    """Return the file or the folder of each split that has one."""
     paths = {split: [folder / f"{name}{ending}" for name in names] for split, names in SPLIT_FILES.items()}
     found = {split: next((path for path in some if path.exists()), None) for split, some in paths.items()}
     return {

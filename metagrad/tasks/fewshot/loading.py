@@ -1,4 +1,4 @@
-"""Loading the items of tasks: here, or in other processes that work ahead."""
+"""Labels of a data set, and loading of its items in this process or ahead in workers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class Plan(NamedTuple):
-    """Say what a batch of tasks consists of, before anything is loaded.
+    """The content of a batch of tasks, before anything is loaded.
 
     Args:
         support: Items and labels.
         query: Items and labels.
-        seeds: Of the random numbers that loading a task takes, [tasks] int64.
+        seeds: Seeds of the random numbers for loading each task, [tasks] int64.
     """
 
     support: Members
@@ -41,12 +41,12 @@ Draw = Callable[[int, torch.Generator], Plan]
 
 
 class Items(Dataset[Any]):
-    """The inputs of a data set, each after a transform, which draws the same random numbers for the same seed.
+    """The inputs of a data set after a transform.
 
     Args:
         dataset: A map-style data set of pairs (x, label).
         transform: Maps x to a tensor, or None.
-        labels: The label that each item must have; None checks nothing.
+        labels: The label that each item must have. None checks nothing.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Items(Dataset[Any]):
 
 
 class Batches(Dataset[Any]):
-    """Batches of tasks by their plans: a data set whose indices are plans."""
+    """A data set of batches. Its indices are plans."""
 
     def __init__(self, items: Items) -> None:
         self.items = items
 
     def __getitem__(self, plan: Plan) -> Batch:
-        """Load all examples of a batch, task by task."""
+        """Load all examples of a batch, one task after another."""
         plan = tree_map(torch.as_tensor, plan)
         rows = zip(plan.support.items.tolist(), plan.query.items.tolist(), plan.seeds.tolist(), strict=True)
         support, query = zip(*(self._task(*row) for row in rows), strict=True)
@@ -96,23 +96,22 @@ class Batches(Dataset[Any]):
         return Batch(*(Examples(_padded_stack(tasks), labels) for tasks, labels in parts))
 
     def _task(self, support: list[int], query: list[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Load what is no padding, which is at the end."""
+        """Load the items of a task without its padding."""
         with seeded(seed):
             return tuple([self.items.read(i) for i in part if i >= 0] for part in (support, query))  # type: ignore[return-value]
 
 
-class Ahead:
-    """Loads batches in worker processes, and beside the one that is asked for those that would follow it.
+class Prefetcher:
+    """Load batches ahead in worker processes.
 
-    What follows is known, since a generator in a given state draws the same tasks: workers load what a copy of
-    the generator draws. Where the generator that comes next is in another state, or another number of tasks is
-    asked for, that work is dropped.
+    A generator in a given state always draws the same tasks. So the workers load the batches that a copy of the
+    generator draws. They are discarded if the next call has a generator in another state, or another number of tasks.
 
     Args:
-        batches: What loads a plan.
+        batches: Loads a plan.
         draw: Draws a plan.
         workers: Number of processes.
-        prefetch: How many batches each of them loads ahead.
+        prefetch: Number of batches that each process loads ahead.
     """
 
     def __init__(self, batches: Batches, draw: Draw, *, workers: int, prefetch: int) -> None:
@@ -132,7 +131,7 @@ class Ahead:
         self._expected: tuple[int, Tensor] | None = None
 
     def next(self, num_tasks: int, generator: torch.Generator) -> Batch:
-        """Return the batch that the generator gives in its state, and put it into the state after it."""
+        """Return the batch that the generator draws, and set the generator to its state after the draw."""
         state = generator.get_state()
         if (
             self._expected is None
@@ -150,7 +149,7 @@ class Ahead:
 
 
 class _Plans(Sampler):
-    """The plans of one batch after the other, without an end, and the states that the generator has after each."""
+    """An endless sequence of plans, and the state of the generator after each."""
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw
@@ -166,7 +165,7 @@ class _Plans(Sampler):
         while True:
             plan = self.draw(self.num_tasks, generator)
             states.append(generator.get_state())
-            yield tree_map(Tensor.numpy, plan)  # by value, where tensors would be shared memory
+            yield tree_map(Tensor.numpy, plan)  # arrays are copied, tensors would use shared memory
 
 
 def load_all(items: Items, indices: list[int], workers: int) -> Tensor:
@@ -190,7 +189,7 @@ def load_all(items: Items, indices: list[int], workers: int) -> Tensor:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Generator[None]:
-    """Set the random numbers of torch (on the CPU), NumPy and Python, and put them back in the end."""
+    """Seed torch (on the CPU), NumPy and Python inside a `with` block, and restore their states after it."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -204,12 +203,12 @@ def seeded(seed: int) -> Generator[None]:
 
 
 def as_it_is(value: Any) -> Any:
-    """Return the argument; a module-level function, which can be pickled for worker processes."""
+    """Return the argument. A function of a module can be pickled for worker processes."""
     return value
 
 
 def _padded_stack(tasks: Sequence[list[Tensor]]) -> Tensor:
-    """Stack the inputs of tasks, [tasks, examples, ...], with zeros after the shorter ones."""
+    """Stack the inputs of tasks, [tasks, examples, ...]. Shorter tasks are padded with zeros."""
     first = tasks[0][0]
     x = torch.zeros(len(tasks), max(map(len, tasks)), *first.shape, dtype=first.dtype, device="cpu")
     for row, task in zip(x, tasks, strict=True):
@@ -227,8 +226,8 @@ def _of_shape(x: Tensor, shape: torch.Size) -> Tensor:
     return x
 
 
-ATTRIBUTES = ("targets", "labels")  # where the data sets of torchvision, and many others, store labels
-COMPARED = 32  # items of different classes, and as many evenly spaced ones, whose labels are compared at once
+ATTRIBUTES = ("targets", "labels")  # of the data sets of torchvision and many others
+COMPARED = 32  # items of different classes, and evenly spaced items, that are compared at once
 
 
 class Labels(NamedTuple):
@@ -236,8 +235,8 @@ class Labels(NamedTuple):
 
     Args:
         codes: Position of the class of each item in `classes`, [items] int64.
-        classes: The classes in sorted order: their names in the data set, else the labels.
-        of_items: The label that each item must have when it is loaded; None if the user gave the labels.
+        classes: Names of the classes in the data set, else their labels, sorted by label.
+        of_items: The label that each item must have when it is loaded. None if the user gave the labels.
     """
 
     codes: Tensor
@@ -248,14 +247,14 @@ class Labels(NamedTuple):
 def read_labels(call: str, dataset: Any, given: Any = None) -> Labels:
     """Return the class of each item of a data set.
 
-    Labels are what the items (x, label) have. A stored list of labels saves reading all items. It is used if it
-    agrees with the items that are compared. A transform of the labels or a wrapper that changes them is noticed here,
-    or in :class:`Items` when an item is loaded.
+    The label of an item is what the item (x, label) has. A stored list of labels saves reading all items. It is used
+    only if it agrees with the compared items. It differs if the data set transforms its labels, or if a wrapper
+    changes them. :class:`Items` compares the other items when they are loaded.
 
     Args:
         call: How errors begin.
         dataset: A map-style data set.
-        given: Labels from the user, [items], which are not compared.
+        given: Labels from the user, [items]. They are not compared.
 
     Raises:
         ValueError: The data set has no labels, or not one integer or name for each item.
@@ -291,7 +290,7 @@ def _labels_of_items(call: str, dataset: Any) -> list[Any]:
 
 
 def _stored(dataset: Any) -> list[Any] | None:
-    """Return the labels that a data set stores beside its items, if there is one for each item."""
+    """Return the labels that a data set stores, or None unless there is one for each item."""
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) > 1:
         return _plain(dataset.tensors[-1])
     if isinstance(dataset, Subset):
@@ -303,7 +302,7 @@ def _stored(dataset: Any) -> list[Any] | None:
 
 
 def _agree(call: str, dataset: Any, stored: list[Any]) -> bool:
-    """Return whether some items have the labels that are stored: one item of each class, and evenly spaced ones."""
+    """Return whether items of different classes and evenly spaced items have the labels that are stored."""
     first = {str(label): i for i, label in reversed(list(enumerate(stored)))}
     positions = [*list(first.values())[-COMPARED:], *range(0, len(stored), -(-len(stored) // COMPARED) or 1)]
     with seeded(0):
@@ -324,7 +323,7 @@ def _plain(labels: Any) -> list[Any]:
 
 
 def _names(dataset: Any) -> Sequence[Hashable] | None:
-    """Return the names of classes that a data set has, unless a name stands for two classes."""
+    """Return the class names of a data set, or None if it has none or one name stands for two classes."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     names = getattr(dataset, "classes", None)

@@ -1,4 +1,4 @@
-"""Few-shot classification tasks made of Omniglot's characters."""
+"""Few-shot classification tasks from the characters of Omniglot."""
 
 from __future__ import annotations
 
@@ -25,50 +25,47 @@ if TYPE_CHECKING:
 
 
 MAX_LEVEL = 255  # of the stored images
-BLOCK = 64  # characters resized at once, 56 MB as float32; one at a time is slow, being all thread start-up
+BLOCK = 64  # characters resized at once, 56 MB as float32 (threads would start too often for one at a time)
 
 
 class Omniglot(FewShot):
-    r"""Classify handwritten characters, each task among a few characters seen a few times.
+    r"""Few-shot classification of handwritten characters.
 
-    A task has `ways` distinct classes, labelled 0 to ways - 1 in random order, `shots` drawings of each to
-    adapt to and `queries` others of each to be evaluated on. Images are [1, size, size] with ink = 1 on a ground
-    of 0 (the files have black ink on white; MAML's code inverts them too), and come ordered by label.
+    A task has `ways` distinct classes, labeled 0 to ways - 1 in random order. It has `shots` support images and
+    `queries` other query images of each class. Images are [1, size, size], ordered by label. Ink is 1 on a background
+    of 0, as in MAML's code. The files have black ink on white.
 
-    | split | characters | of |
+    | split | characters | source |
     | --- | --- | --- |
     | `"train"`, `"validation"`, `"test"` | 1028, 172, 423 | Vinyals et al. 2016 |
-    | `"trainval"` | 1200, the first two together | Vinyals et al. 2016 |
+    | `"trainval"` | 1200, both train and validation | Vinyals et al. 2016 |
     | `"background"`, `"evaluation"` | 964, 659 | Lake et al. 2015 |
     | `"small1"` | 136 of the background | Lake et al. 2015 |
 
     Args:
-        root: The data folder, or its subfolder `omniglot`; None is `$METAGRAD_DATA`, else
-            `~/.cache/metagrad`. Used are, in this order, the official zips, the folders extracted from them,
-            and `omniglot_105_bits.npz`.
-        ways: Classes of a task.
-        shots: Support examples of each class.
-        queries: Query examples of each class.
-        split: Which characters, as above.
-        rotations: Whether each character rotated by 90, 180 and 270 degrees makes three more classes, in any
-            split. A task may then hold one character in two orientations, as classes of their own.
-        size: Pixels along a side of an image.
-        resize: `"nearest"`, as Pillow resizes the black-and-white files, which MAML's results and many others
-            use; or `"area"`, the plain average.
-        download: Whether the official zips are fetched from the dataset's own repository when nothing is
-            found.
-        device: Where images are kept and tasks are drawn; None is torch's default device.
+        root: The data folder, or its subfolder `omniglot`. None is `$METAGRAD_DATA`, else `~/.cache/metagrad`. The
+            official zips are used first, then the folders extracted from them, then `omniglot_105_bits.npz`.
+        ways: Number of classes of a task.
+        shots: Number of support examples of each class.
+        queries: Number of query examples of each class.
+        split: Name of the split, see the table above.
+        rotations: True to add three classes for each character: its rotations by 90, 180 and 270 degrees. A task may
+            contain a character in two orientations, as two classes.
+        size: Height and width of the images in pixels.
+        resize: `"nearest"` resizes as Pillow does with black-and-white files, which MAML's results and many others
+            use. `"area"` averages.
+        download: True to download the official zips from the repository of the data set if nothing is found.
+        device: Device of the images. None is torch's default device.
         dtype: Floating-point type of the images.
 
     Attributes:
         images: Levels 0 to 255 of all classes, [classes, 20, size, size] uint8.
-        num_classes: Characters, times four with rotations.
-        protocol_description: One sentence to print beside a result.
+        num_classes: Number of classes: the characters, times four with rotations.
+        protocol_description: One sentence to print next to a result.
 
     Raises:
-        ValueError: For an argument out of range, files that are missing, incomplete or corrupt.
-        TypeError: For a count that is not an int.
-        OSError: When a download fails.
+        ValueError: An argument is out of range, or files are missing, incomplete or corrupt.
+        OSError: A download fails.
 
     Examples:
         >>> tasks = Omniglot(ways=5, shots=1, split="train")  # doctest: +SKIP
@@ -121,7 +118,7 @@ class Omniglot(FewShot):
 
     @property
     def protocol_description(self) -> str:
-        """What a result must be printed with to be comparable."""
+        """Description of the tasks. Print it next to a result, so that others can compare it."""
         size = self.images.shape[-1]
         ways, shots, queries = self.composition
         rotated = "with rotations by 90, 180 and 270 degrees" if self.rotations else "without rotations"
@@ -136,19 +133,19 @@ class Omniglot(FewShot):
 
 
 def load_images(paths: Sequence[Path], characters: Sequence[Character], *, size: int, resize: str) -> Tensor:
-    """Read and resize characters, and make sure that all are there.
+    """Read and resize characters.
 
     Args:
         paths: Files or folders, as `find_files` returns them.
-        characters: What to read, in the order of the classes.
-        size: Pixels along a side of an image.
+        characters: Characters to read, in the order of the classes.
+        size: Height and width of the images in pixels.
         resize: Key of `RESIZERS`.
 
     Returns:
-        Levels, ink = 255, [characters, 20, size, size] uint8.
+        Levels with ink = 255, [characters, 20, size, size] uint8.
 
     Raises:
-        ValueError: When a character is in none of the files.
+        ValueError: A character is in none of the files.
     """
     wanted = set(characters)
     images: dict[Character, Tensor] = {}
@@ -174,7 +171,7 @@ def add_rotations(images: Tensor) -> Tensor:
         images: [C, drawings, size, size].
 
     Returns:
-        [4 * C, drawings, size, size]; class c turned k times is class k * C + c.
+        [4 * C, drawings, size, size]. Class k * C + c is class c, rotated k times.
 
     Examples:
         >>> add_rotations(torch.tensor([[[[1, 2], [3, 4]]]])).flatten(1)
@@ -187,14 +184,14 @@ def add_rotations(images: Tensor) -> Tensor:
 
 
 def resize_nearest(drawings: Tensor, size: int) -> Tensor:
-    """Pick the pixel under the centre of each new pixel.
+    """Take the pixel under the center of each new pixel: new pixel i is old pixel floor((i + 1/2) * old / new).
 
-    Pillow does this to images of mode "1" whatever filter it is asked for, so code that resizes the files as
-    they are (MAML's, prototypical networks') trains on it. Pixel i comes from floor((i + 1/2) * old / new).
+    Pillow resizes images of mode "1" in this way, whatever the filter. So the code of MAML and of prototypical
+    networks, which resizes the files, trains on these images.
 
     Args:
         drawings: Levels, [drawings, side, side] uint8.
-        size: Pixels along a side of the result.
+        size: Height and width of the result in pixels.
 
     Returns:
         Levels, [drawings, size, size] uint8.
@@ -204,11 +201,11 @@ def resize_nearest(drawings: Tensor, size: int) -> Tensor:
 
 
 def resize_area(drawings: Tensor, size: int) -> Tensor:
-    """Average over the area that each new pixel covers, counting pixels that it covers in part by that part.
+    """Average over the area of each new pixel. A pixel that it covers in part is weighted by that part.
 
     Args:
         drawings: Levels 0 to 255, [drawings, side, side] uint8.
-        size: Pixels along a side of the result.
+        size: Height and width of the result in pixels.
 
     Returns:
         Levels, [drawings, size, size] uint8, rounded.
@@ -218,7 +215,7 @@ def resize_area(drawings: Tensor, size: int) -> Tensor:
 
 
 def _covered_parts(old: int, new: int, device: torch.device) -> Tensor:
-    """Return which part of new pixel i lies on old pixel j, [new, old]; rows sum to one."""
+    """Return the part of new pixel i that lies on old pixel j, [new, old]. Rows sum to one."""
     scale, start = old / new, torch.arange(old, device=device)
     left = scale * torch.arange(new, device=device).unsqueeze(1)
     covered = torch.minimum(left + scale, start + 1) - torch.maximum(left, start)

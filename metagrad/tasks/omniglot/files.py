@@ -1,4 +1,4 @@
-"""Finding, verifying, downloading and reading the files of Omniglot."""
+"""Find, verify, download and read the files of Omniglot."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ ARCHIVES_MD5 = {
 }
 BITS_NAME = "omniglot_105_bits.npz"
 BITS_SHA256 = "97518a2c8b2d2b7b9207bcdaa6d1328ed0f463a77f835094b5e9e45e29e701f9"
-TIMEOUT = 60.0  # seconds without an answer before a download is given up
+TIMEOUT = 60.0  # seconds without an answer until a download fails
 
 
 def find_files(root: str | os.PathLike[str] | None, split: Split, *, download: bool) -> list[Path]:
-    """Return the verified archives, folders or arrays that hold all characters of a split together.
+    """Return the verified files or folders that together contain all characters of a split.
 
     Args:
-        root: The data folder, or its subfolder `omniglot`; None is `$METAGRAD_DATA`, else
-            `~/.cache/metagrad`.
-        split: The split that must be covered.
-        download: Whether official archives are fetched when nothing is found.
+        root: The data folder, or its subfolder `omniglot`. None is `$METAGRAD_DATA`, else `~/.cache/metagrad`.
+        split: The split.
+        download: True to download the official archives if nothing is found.
 
     Returns:
-        Paths of zips, of extracted folders, or of the one array file: the first that is there, in this order.
+        Paths of zips, else of extracted folders, else of the array file.
 
     Raises:
-        ValueError: When nothing is found, or a file is not what its digest says.
-        OSError: When a download fails.
+        ValueError: Nothing is found, or the digest of a file is wrong.
+        OSError: A download fails.
     """
     home = data_root(root)
     folders = (home / "omniglot", home)
@@ -65,11 +64,11 @@ def find_files(root: str | os.PathLike[str] | None, split: Split, *, download: b
 
 
 def verify(path: Path, *, origin: str | None = None) -> None:
-    """Raise ValueError unless a file has its published digest; an extracted folder has none.
+    """Raise ``ValueError`` unless a file has its published digest. Folders have no digest.
 
     Args:
         path: A zip, a folder or the array file.
-        origin: How an error names the file; None is its path.
+        origin: How an error names the file. None is its path.
     """
     if path.suffix == ".zip":
         _compare("md5", path, ARCHIVES_MD5[path.stem], origin or str(path))
@@ -78,7 +77,7 @@ def verify(path: Path, *, origin: str | None = None) -> None:
 
 
 def fetch_archive(name: str, folder: Path) -> Path:
-    """Download one official archive, so that it stands in the folder whole and verified or not at all."""
+    """Download and verify an official archive. If this fails, no file is left in the folder."""
     url, target = f"{ARCHIVES_URL}/{name}.zip", folder / f"{name}.zip"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
@@ -145,17 +144,17 @@ _PNG_NAME = re.compile(
 
 
 def read_drawings(path: Path, wanted: Collection[Character]) -> Iterator[Drawings]:
-    """Read those of the wanted characters that a file or folder has.
+    """Read the wanted characters that a file or folder contains.
 
     Args:
         path: An official zip, an extracted folder, or the packed array file.
         wanted: The characters to read.
 
     Yields:
-        A character and its drawings in the order of the drawers, [20, 105, 105] uint8 with ink = 1.
+        A character and its images in the order of the writers, [20, 105, 105] uint8 with ink = 1.
 
     Raises:
-        ValueError: When a character lacks drawings, or a drawing is not 105x105 in black and white.
+        ValueError: An image of a character is missing, or is not 105x105 in black and white.
     """
     if path.suffix == ".npz":
         yield from _read_bits(path, wanted)

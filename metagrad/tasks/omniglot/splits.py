@@ -1,4 +1,4 @@
-"""Which characters of Omniglot make up each split, and which official archives hold them."""
+"""The characters and the official archives of each split of Omniglot."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from typing import NamedTuple
 
 from metagrad.tasks._groups import published_splits
 
-NUM_DRAWERS = 20  # every character was drawn once by each of 20 people
-DRAWING_SIZE = 105  # pixels along a side of a drawing, before resizing
-
+NUM_DRAWERS = 20  # writers, each of whom drew every character once
+DRAWING_SIZE = 105  # height and width of the images of the files in pixels
 FIRST_TEST_CHARACTER_OF_GURMUKHI = 42  # the one alphabet that a split divides
 
 
 class Character(NamedTuple):
-    """Name a character as the dataset does: its alphabet, and its number in it, from one."""
+    """A character: its alphabet and its number in the alphabet, starting at 1."""
 
     alphabet: str
     number: int
 
 
 class Split(NamedTuple):
-    """Say what a split holds.
+    """A split of the characters.
 
     Args:
-        origin: Who made the split, for printing beside results.
-        characters: In the order of the classes: background before evaluation, then alphabet, then number.
-        archives: Sets of official archives, without ".zip", each of which holds all the characters.
+        origin: The paper that defines the split.
+        characters: Characters in the order of the classes: background before evaluation, then alphabet, then number.
+        archives: Alternative sets of official archives, without ".zip". Each set contains all the characters.
     """
 
     origin: str

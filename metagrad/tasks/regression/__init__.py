@@ -1,4 +1,4 @@
-"""Regression to curves that are drawn at random."""
+"""Regression tasks with random target functions."""
 
 from metagrad.tasks.regression.curves import Harmonic, Lines, Sinusoid, SinusoidOrLine, StepFunctions
 from metagrad.tasks.regression.family import Curves, Functions, Regression

@@ -39,21 +39,20 @@ def _harmonic(
 
 
 class Sinusoid(Regression):
-    r"""Regression tasks y = amplitude * sin(x - phase), each with its own amplitude and phase.
+    r"""Regression tasks y = amplitude * sin(x - phase), with a random amplitude and phase for each task.
 
     .. math::
         y = A \sin(x - \varphi), \quad A \sim U[0.1, 5], \; \varphi \sim U[0, \pi], \; x \sim U[-5, 5]
 
     Args:
-        shots: Support examples of a task.
-        queries: Query examples of a task.
+        shots: Number of support examples of a task.
+        queries: Number of query examples of a task.
         amplitude: Lowest and highest amplitude.
         phase: Lowest and highest phase, in radians.
-        **arguments: As of `Regression`: x, noise, dtype and device.
+        **arguments: x, noise, dtype and device of `Regression`.
 
     Raises:
-        ValueError: For counts below one, a range that does not ascend, a type that is not floating.
-        TypeError: For a count that is not an int.
+        ValueError: A number or a range is invalid, or dtype is not a floating-point type.
 
     Examples:
         >>> tasks = Sinusoid(shots=10, queries=5)
@@ -81,17 +80,17 @@ class Sinusoid(Regression):
 
 
 class Lines(Regression):
-    r"""Regression tasks y = slope * x + intercept, each with its own slope and intercept.
+    r"""Regression tasks y = slope * x + intercept, with a random slope and intercept for each task.
 
     .. math::
         y = a x + b, \quad a, b \sim U[-3, 3], \; x \sim U[-5, 5]
 
     Args:
-        shots: Support examples of a task.
-        queries: Query examples of a task.
+        shots: Number of support examples of a task.
+        queries: Number of query examples of a task.
         slope: Lowest and highest slope.
         intercept: Lowest and highest value at 0.
-        **arguments: As of `Regression`: x, noise, dtype and device.
+        **arguments: x, noise, dtype and device of `Regression`.
 
     Examples:
         >>> lines = Lines(shots=5, slope=(2.0, 2.0), intercept=(1.0, 1.0))
@@ -118,22 +117,22 @@ class Lines(Regression):
 
 
 class StepFunctions(Regression):
-    r"""Regression tasks that jump once, each from its own level to another, at its own place.
+    r"""Regression tasks with step functions: two random levels and a random position of the step.
 
     .. math::
         y = \begin{cases} l & x < s \\ r & x \ge s \end{cases}, \quad
         l, r \sim U[-3, 3], \; s \sim U[-2.5, 2.5], \; x \sim U[-5, 5]
 
-    The ranges are of this library, not of a paper. A network that adapts by gradients has to move a place, which
-    is harder than to scale what it has.
+    The ranges do not come from a paper. Gradient-based adaptation has to move the step, which is harder than to
+    change its height.
 
     Args:
-        shots: Support examples of a task.
-        queries: Query examples of a task.
-        left: Lowest and highest level before the jump.
-        right: Lowest and highest level after it.
-        position: Lowest and highest place of the jump.
-        **arguments: As of `Regression`: x, noise, dtype and device.
+        shots: Number of support examples of a task.
+        queries: Number of query examples of a task.
+        left: Lowest and highest level before the step.
+        right: Lowest and highest level after the step.
+        position: Lowest and highest position of the step.
+        **arguments: x, noise, dtype and device of `Regression`.
 
     Examples:
         >>> steps = StepFunctions(shots=4, left=(0.0, 0.0), right=(1.0, 1.0), position=(2.0, 2.0))
@@ -159,7 +158,7 @@ class StepFunctions(Regression):
 
 
 class SinusoidOrLine(Regression):
-    r"""Regression tasks of two modes: one half are sinusoids, one half are lines.
+    r"""Regression tasks of two kinds: half of them are sinusoids, half of them are lines.
 
     .. math::
         y = \begin{cases} A \sin(x - \varphi) & \text{with probability } 1/2 \\ a x + b & \text{else} \end{cases}
@@ -169,15 +168,15 @@ class SinusoidOrLine(Regression):
     :math:`x \sim U[-5, 5]`.
 
     Args:
-        shots: Support examples of a task.
-        queries: Query examples of a task.
+        shots: Number of support examples of a task.
+        queries: Number of query examples of a task.
         amplitude: Lowest and highest amplitude of the sinusoids.
         phase: Lowest and highest phase of the sinusoids, in radians.
         slope: Lowest and highest slope of the lines.
         intercept: Lowest and highest value of the lines at 0.
-        probability: Of a sinusoid.
-        noise: Standard deviation of the normal noise of every target, query ones too.
-        **arguments: As of `Regression`: x, dtype and device.
+        probability: Probability of a sinusoid.
+        noise: Standard deviation of the normal noise of support and query targets.
+        **arguments: x, dtype and device of `Regression`.
 
     Raises:
         ValueError: ``probability`` is not in [0, 1].
@@ -213,27 +212,27 @@ class SinusoidOrLine(Regression):
     formula = staticmethod(_sinusoid_or_line)
 
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
-        """Draw the true curves alone; see `Regression.sample_functions`."""
+        """Draw true curves without examples, as `Regression.sample_functions`."""
         curves = super().sample_functions(num_tasks, generator=generator)
         modes = {"mode": curves.parameters["mode"] < self.probability}
         return curves._replace(parameters={**curves.parameters, **modes})
 
 
 class Harmonic(Regression):
-    r"""Regression tasks y = a1 sin(w x + b1) + a2 sin(2 w x + b2), each with its own window of inputs.
+    r"""Regression tasks y = a1 sin(w x + b1) + a2 sin(2 w x + b2), with inputs around a random mean for each task.
 
     .. math::
         w \sim U[5, 7], \; b_1, b_2 \sim U[0, 2 \pi], \; a_1, a_2 \sim N(0, 1), \;
         x \sim N(\mu, 1), \; \mu \sim U[-4, 4]
 
     Args:
-        shots: Support examples of a task.
-        queries: Query examples of a task.
-        frequency: Lowest and highest frequency of the first sine, in radians; the second has twice that.
-        phase: Lowest and highest phase of both, in radians.
-        x: Lowest and highest mean of a task's inputs.
-        spread: Standard deviation of a task's inputs around their mean.
-        **arguments: As of `Regression`: noise, dtype and device.
+        shots: Number of support examples of a task.
+        queries: Number of query examples of a task.
+        frequency: Lowest and highest angular frequency w of the first sine. The second sine has twice its frequency.
+        phase: Lowest and highest phase of both sines, in radians.
+        x: Lowest and highest mean of the inputs of a task.
+        spread: Standard deviation of the inputs of a task around their mean.
+        **arguments: noise, dtype and device of `Regression`.
 
     Examples:
         >>> batch = Harmonic(shots=10).sample(100)
@@ -263,12 +262,12 @@ class Harmonic(Regression):
     formula = staticmethod(_harmonic)
 
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
-        """Draw the true curves alone; see `Regression.sample_functions`."""
+        """Draw true curves without examples, as `Regression.sample_functions`."""
         curves = super().sample_functions(num_tasks, generator=generator)
         amplitudes = {name: self.normal((num_tasks,), generator) for name in ("amplitude1", "amplitude2")}
         return curves._replace(parameters={**curves.parameters, **amplitudes})
 
     def sample_inputs(self, num_tasks: int, generator: torch.Generator | None) -> Tensor:
-        """Draw the inputs of each task around a mean of its own."""
+        """Draw the inputs of each task around its mean."""
         mean = self.uniform(self.x, (num_tasks, 1, 1), generator)
         return mean + self.spread * self.normal((num_tasks, self.shots + self.queries, 1), generator)

@@ -1,4 +1,4 @@
-"""What all families of curves share: how tasks, their inputs and their noisy targets are drawn."""
+"""The base class of regression tasks: draws of functions, inputs and noisy targets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from metagrad.core.checks import check_number
+from metagrad.core.checks import check_number, is_list_or_tuple, is_number
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
 from metagrad.tasks.batch import Batch, Examples
 
@@ -23,23 +23,23 @@ class Functions(Protocol):
 
     @property
     def num_tasks(self) -> int:
-        """The number of functions."""
+        """Number of functions."""
         ...
 
     def evaluate(self, x: Tensor) -> Tensor:
-        """Return every task's values at its points, [tasks, points, 1].
+        """Return the values of each task at its points, [tasks, points, 1].
 
         Args:
-            x: Points [tasks, points, 1], or [points, 1] to evaluate all tasks at the same points.
+            x: Points, [tasks, points, 1], or [points, 1] for the same points in each task.
         """
         ...
 
 
 class Curves(NamedTuple):
-    """Hold functions that are one formula with parameters of each task.
+    """Functions with one formula and one set of parameters per task.
 
     Args:
-        formula: Maps points [tasks, points, 1], and each parameter by its name, to values.
+        formula: Maps points [tasks, points, 1], and keyword arguments for the parameters, to values.
         parameters: Parameters by name, [tasks] each.
 
     Examples:
@@ -53,44 +53,39 @@ class Curves(NamedTuple):
 
     @property
     def num_tasks(self) -> int:
-        """The number of curves."""
+        """Number of curves."""
         return len(next(iter(self.parameters.values())))
 
     def evaluate(self, x: Tensor) -> Tensor:
-        """Return every task's curve at its points.
+        """Return the values of each curve at its points, [tasks, points, 1].
 
         Args:
-            x: Points [tasks, points, 1], or [points, 1] to evaluate all tasks at the same points.
-
-        Returns:
-            Values [tasks, points, 1].
+            x: Points, [tasks, points, 1], or [points, 1] for the same points in each task.
 
         Raises:
-            ValueError: When x has another shape.
+            ValueError: x has another shape.
         """
         check_points("Curves.evaluate(x)", x, self.num_tasks)
         return self.formula(x, **{name: value[:, None, None] for name, value in self.parameters.items()})
 
 
 class Regression:
-    """Draw tasks of one input and one output: a function, inputs U[x], and targets with or without noise.
+    """Regression tasks with one input and one output: a random function, inputs U[x], and noisy targets.
 
-    A family is a subclass with a `formula`, whose parameters are uniform in `ranges`, as `Sinusoid` and `Linear`;
-    or with `sample_functions`, which may call `uniform_curves`.
+    A subclass defines a `formula`, whose parameters are uniform in `ranges`, as `Sinusoid` does. Or it defines
+    `sample_functions`, which may call `uniform_curves`.
 
     Args:
-        shots: Support examples of a task.
-        queries: Query examples of a task.
+        shots: Number of support examples of a task.
+        queries: Number of query examples of a task.
         ranges: Lowest and highest value of each parameter of the formula.
         x: Lowest and highest input.
-        noise: Standard deviation of the normal noise of every target, query ones too.
-        dtype: Floating-point type of every tensor; None is torch's default type.
-        device: Where tasks are drawn; None is torch's default device.
+        noise: Standard deviation of the normal noise of support and query targets.
+        dtype: Floating-point type of every tensor. None is torch's default type.
+        device: Device of the tasks. None is torch's default device.
 
     Raises:
-        ValueError: For counts below one, a range that does not ascend, negative noise, a type that is not
-            floating.
-        TypeError: For a count that is not an int.
+        ValueError: A number or a range is invalid, or dtype is not a floating-point type.
 
     Examples:
         >>> class Parabola(Regression):
@@ -128,17 +123,17 @@ class Regression:
         check_float_dtype(call, self.dtype)
 
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Any:
-        """Draw the true functions alone, as a plot needs them beside their examples.
+        """Draw true functions without examples, for example to plot them.
 
         Args:
             num_tasks: Number of functions.
-            generator: Source of the random numbers; None is torch's global one.
+            generator: Source of random numbers. None is torch's global generator.
 
         Returns:
             The functions, for `sample_examples`.
 
         Raises:
-            ValueError: When num_tasks is below one, or the generator is on another device.
+            ValueError: num_tasks is below one, or the generator is on another device.
         """
         if self.formula is None:
             raise NotImplementedError(
@@ -147,17 +142,17 @@ class Regression:
         return self.uniform_curves(self.formula, self.ranges, num_tasks, generator)
 
     def sample(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Batch:
-        """Draw tasks, and examples of each.
+        """Draw tasks and their examples.
 
         Args:
             num_tasks: Number of functions.
-            generator: Source of the random numbers; None is torch's global one.
+            generator: Source of random numbers. None is torch's global generator.
 
         Returns:
-            A batch; x and y are [tasks, shots, 1] and [tasks, queries, 1].
+            A batch. x and y are [tasks, shots, 1] in support and [tasks, queries, 1] in query.
 
         Raises:
-            ValueError: When num_tasks is below one, or the generator is on another device.
+            ValueError: num_tasks is below one, or the generator is on another device.
         """
         functions = self.sample_functions(num_tasks, generator=generator)
         return self.sample_examples(functions, generator=generator)
@@ -167,13 +162,13 @@ class Regression:
 
         Args:
             functions: The functions, as `sample_functions` returns them.
-            generator: Source of the random numbers; None is torch's global one.
+            generator: Source of random numbers. None is torch's global generator.
 
         Returns:
             A batch with one task for each function.
 
         Raises:
-            ValueError: When the generator is on another device.
+            ValueError: The generator is on another device.
         """
         sizes = [self.shots, self.queries]
         x = self.sample_inputs(functions.num_tasks, generator)
@@ -194,25 +189,25 @@ class Regression:
         num_tasks: int,
         generator: torch.Generator | None,
     ) -> Curves:
-        """Draw the curves of a formula whose parameters are uniform and independent.
+        """Draw curves of one formula, with uniform and independent parameters.
 
         Args:
-            formula: Maps points [tasks, points, 1], and each parameter by its name, to values.
-            ranges: Lowest and highest value of each parameter, which are drawn in this order.
+            formula: Maps points [tasks, points, 1], and keyword arguments for the parameters, to values.
+            ranges: Lowest and highest value of each parameter. Parameters are drawn in this order.
             num_tasks: Number of curves.
-            generator: Source of the random numbers; None is torch's global one.
+            generator: Source of random numbers. None is torch's global generator.
         """
         check_counts(f"{type(self).__name__}.sample", {"num_tasks": num_tasks})
         drawn = {name: self.uniform(ends, (num_tasks,), generator) for name, ends in ranges.items()}
         return Curves(formula, drawn)
 
     def uniform(self, ends: Range, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Draw numbers between two ends."""
+        """Draw uniform random numbers from a range."""
         low, high = ends
         return low + (high - low) * self._draw(torch.rand, shape, generator)
 
     def normal(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Draw numbers of mean 0 and variance 1."""
+        """Draw standard normal random numbers."""
         return self._draw(torch.randn, shape, generator)
 
     def _draw(
@@ -223,13 +218,14 @@ class Regression:
 
 
 def check_points(call: str, x: Tensor, num_tasks: int) -> None:
-    """Raise unless points are those of each task, or of all."""
+    """Raise ``ValueError`` unless points have the shape [points, 1] or [tasks, points, 1]."""
     if x.shape[-1:] != (1,) or x.dim() not in (2, 3) or x.shape[:-2] not in ((), (num_tasks,)):
         raise ValueError(f"{call}: x must be [points, 1] or [{num_tasks}, points, 1], got {list(x.shape)}.")
 
 
 def checked_range(call: str, name: str, ends: Range) -> Range:
-    """Return a range; raise ``ValueError`` unless it is two finite ends that ascend."""
-    if len(ends) != 2 or not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] <= ends[1]):
+    """Return a range. Raise ``ValueError`` unless it is two finite numbers in ascending order."""
+    numbers = [end for end in ends if is_number(end)] if is_list_or_tuple(ends) else []
+    if len(numbers) != 2 or len(ends) != 2 or not -math.inf < numbers[0] <= numbers[1] < math.inf:
         raise ValueError(f"{call}: {name} must be (lowest, highest), finite and ascending, got {ends}.")
     return ends[0], ends[1]

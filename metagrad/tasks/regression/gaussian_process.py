@@ -1,4 +1,4 @@
-"""Regression to draws of Gaussian processes."""
+"""Regression tasks from Gaussian processes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-JITTER = 1e-9  # of the variance of a value; keeps the Cholesky factor of points that are close together real
+JITTER = (
+    1e-9  # relative to the variance, so that the Cholesky factor exists for points that are close together
+)
 
 
 def rbf(distance: Tensor) -> Tensor:
-    """Return exp(-d^2 / 2), of distances in units of the lengthscale."""
+    """Return exp(-d^2 / 2) for distances in units of the lengthscale."""
     return torch.exp(-distance.square() / 2)
 
 
 def matern12(distance: Tensor) -> Tensor:
-    """Return exp(-d): the Ornstein-Uhlenbeck process, continuous and nowhere differentiable."""
+    """Return exp(-d), the kernel of the Ornstein-Uhlenbeck process, which is not differentiable."""
     return torch.exp(-distance)
 
 
 def matern32(distance: Tensor) -> Tensor:
-    """Return (1 + sqrt(3) d) exp(-sqrt(3) d): differentiable once."""
+    """Return (1 + sqrt(3) d) exp(-sqrt(3) d). The process is differentiable once."""
     scaled = math.sqrt(3) * distance
     return (1 + scaled) * torch.exp(-scaled)
 
 
 def matern52(distance: Tensor) -> Tensor:
-    """Return (1 + sqrt(5) d + 5/3 d^2) exp(-sqrt(5) d): differentiable twice."""
+    """Return (1 + sqrt(5) d + 5/3 d^2) exp(-sqrt(5) d). The process is differentiable twice."""
     scaled = math.sqrt(5) * distance
     return (1 + scaled + scaled.square() / 3) * torch.exp(-scaled)
 
@@ -51,17 +53,17 @@ KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GaussianProcessFunctions:
-    """Draw the values of Gaussian processes where they are asked for, and keep to those that were drawn.
+    """Functions from Gaussian processes. Values are drawn at the points where a function is evaluated.
 
-    The values at all points asked for so far, in that order, are L z, where L is the Cholesky factor of their
-    covariance and z independent normal numbers. Appending points leaves the leading part of L as it is, so that
-    new values are drawn from the process given the old ones.
+    The values at all points evaluated so far, in order, are L z. L is the Cholesky factor of their covariance, and z
+    are independent normal numbers. More points do not change the leading part of L. So new values are drawn from the
+    conditional distribution given the earlier values.
 
     Args:
         covariance: Maps points [tasks, n, 1] in float64 to covariances [tasks, n, n].
         num_tasks: Number of functions.
-        seed: Of the normal numbers.
-        device: Where the points are.
+        seed: Seed of the normal numbers.
+        device: Device of the points.
     """
 
     def __init__(
@@ -73,16 +75,16 @@ class GaussianProcessFunctions:
         self._points = self._noise = torch.empty(num_tasks, 0, 1, dtype=torch.float64, device=device)
 
     def evaluate(self, x: Tensor) -> Tensor:
-        """Return every task's values at its points.
+        """Return the values of each task at its points.
 
         Args:
-            x: Points [tasks, points, 1], or [points, 1] to evaluate all tasks at the same points.
+            x: Points, [tasks, points, 1], or [points, 1] for the same points in each task.
 
         Returns:
-            Values [tasks, points, 1], of the type of x.
+            Values, [tasks, points, 1], in the dtype of x.
 
         Raises:
-            ValueError: When x has another shape.
+            ValueError: x has another shape.
         """
         check_points("GaussianProcessFunctions.evaluate(x)", x, self.num_tasks)
         new = x.to(torch.float64).expand(self.num_tasks, -1, 1)
@@ -95,7 +97,7 @@ class GaussianProcessFunctions:
 
 
 class GaussianProcess(Regression):
-    r"""Regression tasks drawn from a Gaussian process, whose lengthscale and scale each task draws too.
+    r"""Regression tasks from a Gaussian process, with a random lengthscale and scale for each task.
 
     .. math::
         f \sim GP(0, k), \quad k(x, x') = s^2 \, \kappa(d(x, x') / \ell), \quad
@@ -104,30 +106,29 @@ class GaussianProcess(Regression):
     | kernel | :math:`\kappa(r)` |
     | --- | --- |
     | `"rbf"` | exp(-r^2 / 2) |
-    | `"matern12"`, `"matern32"`, `"matern52"` | Matern of smoothness 1/2, 3/2, 5/2 |
+    | `"matern12"`, `"matern32"`, `"matern52"` | Matern with smoothness 1/2, 3/2, 5/2 |
 
-    d is the distance of the points, or with a `period` p that of the points on a circle: `"rbf"` then is the
+    d is the distance of the points. With a `period` p it is their distance on a circle, and `"rbf"` becomes the
     periodic kernel.
 
     .. math::
         d(x, x') = 2 \left| \sin(\pi (x - x') / p) \right|
 
-    Targets of support and query examples, and what the functions are asked for later, are one draw, up to
-    independent noise of 3e-5 of the scale that keeps the covariance of close points positive.
+    Support targets, query targets and values at points that are evaluated later belong to one draw. Independent noise
+    of 3e-5 of the scale keeps the covariance of close points positive definite.
 
     Args:
-        shots: Support examples of a task.
-        queries: Query examples of a task.
+        shots: Number of support examples of a task.
+        queries: Number of query examples of a task.
         kernel: `"rbf"`, `"matern12"`, `"matern32"` or `"matern52"`.
         lengthscale: Lowest and highest lengthscale.
         scale: Lowest and highest standard deviation of a value.
-        period: Lowest and highest period; None is not periodic.
+        period: Lowest and highest period. None is not periodic.
         x: Lowest and highest input.
-        **arguments: As of `Regression`: noise, dtype and device.
+        **arguments: noise, dtype and device of `Regression`.
 
     Raises:
-        ValueError: For an unknown kernel, counts below one, a range that does not ascend or has no positive
-            ends.
+        ValueError: The kernel is unknown, a number or a range is invalid, or a range is not positive.
 
     Examples:
         >>> tasks = GaussianProcess(shots=10, kernel="matern52")
@@ -161,17 +162,17 @@ class GaussianProcess(Regression):
     def sample_functions(
         self, num_tasks: int, *, generator: torch.Generator | None = None
     ) -> GaussianProcessFunctions:
-        """Draw the true functions alone, whose values are drawn where they are evaluated.
+        """Draw true functions without examples. Their values are drawn where they are evaluated.
 
         Args:
             num_tasks: Number of functions.
-            generator: Source of the random numbers; None is torch's global one.
+            generator: Source of random numbers. None is torch's global generator.
 
         Returns:
             The functions, for `sample_examples` and `evaluate`.
 
         Raises:
-            ValueError: When num_tasks is below one, or the generator is on another device.
+            ValueError: num_tasks is below one, or the generator is on another device.
         """
         check_counts("GaussianProcess.sample", {"num_tasks": num_tasks})
         drawn = {
