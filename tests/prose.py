@@ -34,7 +34,7 @@ RULES = {
 }  # fmt: skip
 PATTERNS = {rule: re.compile(p, re.I if rule[0] not in "27" else 0) for rule, p in RULES.items()}
 ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|et al|cf|vs|etc|Eq|Eqs|Fig|Sec|Alg|No|pp|resp|approx)\.")
-END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9`_§])")
+END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_]*(?:[A-Z0-9`_§]|metagrad\b))")
 SECTION = re.compile(r"\s*(?:Args|Returns|Raises|Attributes|Examples?|References|Yields|Warns|Note|Notes):$")
 ENTRY = re.compile(r"^\s*\*{0,2}[\w.*, ]{1,60}(?: \([^)]*\))?: (?=\S)")
 NEW_BLOCK = re.compile(rf"\s*(?:- |\||\.\. |>>>)|{ENTRY.pattern}")
@@ -56,7 +56,8 @@ class Prose:
     def _add(self, line, text):
         """Split a unit of prose into sentences."""
         text = re.sub(r":\w+:`[^`]*`|``.*?``|`[^`]*`", "X", text)
-        text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|<[^>]+>", r"\1", text)
+        for _ in range(2):  # a badge is an image in a link
+            text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|<[^>]+>", r"\1", text)
         text = ABBREVIATIONS.sub(r"\1", re.sub(r"\s+", " ", text.replace("&nbsp;", " "))).strip()
         for sentence in END.split(text):
             if len(words(sentence)) > 1:
@@ -127,7 +128,7 @@ class Prose:
                 block = []
             if line.startswith("|"):
                 self._add_cells(number, line)
-            elif line.strip() and not line.startswith(("#", ":::", "    :")):
+            elif line.strip() and not line.startswith(("#", ":::")) and (block or line[:4].strip()):
                 begin = begin if block else number
                 block.append(re.sub(r"^\s*(?:[-*+]|\d+\.|>|!!! \w+) ", "", line))
 

@@ -1,6 +1,6 @@
-"""Docstrings have the roles and equations of Sphinx (``:class:`MAML```, ``.. math::``): Markdown learns them here.
+"""A Markdown extension for the roles and equations of Sphinx in docstrings (``:class:`MAML```, ``.. math::``).
 
-Equations become MathML, which browsers show by themselves, so that no page loads anything from elsewhere.
+Equations become MathML, which browsers render without scripts.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from latex2mathml.converter import convert
 from markdown.blockprocessors import BlockProcessor
 from markdown.inlinepatterns import InlineProcessor
 
-from docs._hooks.reference import ROOMS, public
+from docs._hooks.reference import PACKAGES, public
 
 
 class Docstrings(markdown.Extension):
-    """The roles and equations that docstrings have."""
+    """Markdown extension for the roles and equations of Sphinx."""
 
     def extendMarkdown(self, md: markdown.Markdown) -> None:  # noqa: N802
-        """Register the patterns, before those of code and of paragraphs."""
+        """Register the patterns with a higher priority than code and paragraphs."""
         md.inlinePatterns.register(Role(r":(\w+):`([^`]+)`", md), "role", 200)
         md.parser.blockprocessors.register(Equation(md.parser), "equation", 200)
 
 
 class Role(InlineProcessor):
-    """``:math:`x``` as an equation, any other role as code that links to what it names, where that is public."""
+    """Renders ``:math:`x``` as an equation and other roles as code that links to the public name."""
 
     def handleMatch(self, m: re.Match[str], data: str) -> Any:  # noqa: N802
-        """Return what stands for a role, and where it stands."""
+        """Return the element of a role, and its start and end."""
         role, text = m[1], m[2]
         equation = role == "math"
         shown = self.md.htmlStash.store(_equation(text, "inline")) if equation else _reference_to(text)
@@ -38,14 +38,14 @@ class Role(InlineProcessor):
 
 
 class Equation(BlockProcessor):
-    """``.. math::`` and the lines indented below it."""
+    """Renders ``.. math::`` and the lines indented below it."""
 
     def test(self, parent: ElementTree.Element, block: str) -> bool:
-        """Say whether a block begins an equation."""
+        """Return whether a block begins an equation."""
         return block.startswith(".. math::")
 
     def run(self, parent: ElementTree.Element, blocks: list[str]) -> None:
-        """Take the block; its formula stands in it, or in the next."""
+        """Render the formula, which is in this block or in the next one."""
         formula = blocks.pop(0).removeprefix(".. math::").strip() or blocks.pop(0).strip()
         aligned = (
             rf"\begin{{align*}}{formula}\end{{align*}}" if "&" in formula or r"\\" in formula else formula
@@ -55,11 +55,11 @@ class Equation(BlockProcessor):
 
 
 def _equation(formula: str, display: str) -> str:
-    """Return a formula as MathML; refuse what cannot be said in it."""
+    """Return a formula as MathML. Raise `ValueError` if the converter does not know a command."""
     math = convert(formula.replace(r"\arg", r"\operatorname{arg}"), display=display)
     if left := re.findall(r"\\[a-zA-Z]+|<mi>&</mi>", math):
         raise ValueError(f"{formula}: no MathML for {left}. Write it in other terms.")
-    # Where a system has no font for mathematics, Chromium leaves a subscript on the line that has no superscript.
+    # Chromium without a math font does not lower a subscript that has no superscript.
     return math.replace("<msub>", "<msubsup>").replace("</msub>", "<mrow /></msubsup>")
 
 
@@ -76,11 +76,15 @@ def _reference_to(text: str) -> ElementTree.Element:
 
 
 def _public_path(path: str) -> str | None:
-    """Return the full path of a public name, or of a member of one, from what a docstring calls it."""
+    """Return the full path of a public name, or of its member, from the name in a docstring."""
     parts = path.removeprefix("metagrad.").split(".")
-    for room in ROOMS:
-        called = {getattr(value, "__name__", name): name for name, value in public(room).items()}
-        rest = parts[len(room.split(".")) :] if parts[: len(room.split("."))] == room.split(".") else parts
+    for package in PACKAGES:
+        called = {getattr(value, "__name__", name): name for name, value in public(package).items()}
+        rest = (
+            parts[len(package.split(".")) :]
+            if parts[: len(package.split("."))] == package.split(".")
+            else parts
+        )
         if rest and rest[0] in called.keys() | called.values():
-            return ".".join(["metagrad", room, called.get(rest[0], rest[0]), *rest[1:]])
+            return ".".join(["metagrad", package, called.get(rest[0], rest[0]), *rest[1:]])
     return None

@@ -1,4 +1,4 @@
-"""What has a page of its own: every algorithm and every optimizer of the library, found by what it is."""
+"""The classes with their own page: every algorithm and every optimizer of the library."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from experiments.run.schemas import ALGORITHMS, OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[2]
 BASES = {"HeadAlgorithm"}
-"""Classes that others are made of."""
+"""Base classes, which have no page."""
 
 
 class Method(NamedTuple):
     """A class with a page.
 
     Attributes:
-        name: Of the class.
-        option: What programs and curves call it.
+        name: Name of the class.
+        option: Name in programs and curves.
         made: The class.
     """
 
@@ -54,20 +54,20 @@ class Method(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Classes whose pages are alike.
+    """Classes with the same kind of page.
 
     Attributes:
-        title: What the site calls them.
-        room: Where they are public.
-        kind: What each of them is.
-        schemas: Their options, in the programs.
-        reference: The option that the others are drawn beside.
-        called: Its name.
-        program: What measured the curves, in the folder of the program.
+        title: Title on the site.
+        package: Package of `metagrad` that exports them.
+        kind: Common base class.
+        schemas: Options of the programs, by name.
+        reference: Option of the method that every figure shows for comparison.
+        called: Name of the reference method.
+        program: Command that measured the curves.
     """
 
     title: str
-    room: str
+    package: str
     kind: type
     schemas: Mapping[str, type[Target]]
     reference: str
@@ -76,21 +76,21 @@ class Family(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The folder of their pages."""
+        """Folder of the pages."""
         return self.title.lower()
 
     @property
     def curves(self) -> Path:
-        """The file of the curves that their figures draw."""
+        """File of the measured curves."""
         return Path(__file__).parent / "curves" / f"{self.folder}.json"
 
     def panels(self) -> list[Panel]:
-        """Return these curves."""
+        """Return the measured curves."""
         return read_panels(self.curves)
 
     def methods(self) -> list[Method]:
-        """Return the classes, in the order of the alphabet."""
-        module = getattr(metagrad, self.room)
+        """Return the classes in alphabetical order."""
+        module = getattr(metagrad, self.package)
         options = {str(schema._target_).rpartition(".")[2]: option for option, schema in self.schemas.items()}
         names: list[str] = sorted(set(module.__all__) - BASES, key=str.lower)
         classes = {name: getattr(module, name) for name in names}
@@ -101,7 +101,7 @@ class Family(NamedTuple):
         ]
 
     def page(self, method: Method) -> str:
-        """Return where the site has the page of a class."""
+        """Return the path of the page of a class on the site."""
         return f"{self.folder}/{method.option}.md"
 
 
@@ -127,11 +127,11 @@ FAMILIES = [
 ]
 
 
-def own_pages(room: str) -> dict[str, str]:
-    """Return the pages of those names of a room that have one."""
+def own_pages(package: str) -> dict[str, str]:
+    """Return the page of each name of a package that has its own page."""
     return {
         method.name: family.page(method)
         for family in FAMILIES
-        if family.room == room
+        if family.package == package
         for method in family.methods()
     }

@@ -1,4 +1,4 @@
-"""The text of the page of an algorithm or optimizer: its docstring, what was measured of it, our figures of that."""
+"""The text of the page of an algorithm or optimizer: its docstring, our measurements and figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from metagrad.optim import rules
 
 SPELLED = {"KFAC": "K-FAC", "LBFGS": "L-BFGS", "MAMLPlusPlus": "MAML++", "MetaSGD": "Meta-SGD"}
 SPELLED |= {"MetaCurvature": "Meta-Curvature", "SophiaG": "Sophia-G", "SophiaH": "Sophia-H"}
-"""Names as prose has them."""
+"""Names in prose, by class name."""
 PROSE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
@@ -23,7 +23,7 @@ def method_page(family: Family, method: Method, panels: list[Panel]) -> str:
     """Return the page of a class.
 
     Raises:
-        ValueError: It was not measured.
+        ValueError: No panel has a curve of the class.
     """
     own = panels_of(method, panels)
     if not own:
@@ -37,7 +37,7 @@ def method_page(family: Family, method: Method, panels: list[Panel]) -> str:
     )
     parts = [
         f"---\ntitle: {method.name}\nsearch:\n  boost: 3\n---",
-        f"::: metagrad.{family.room}.{method.name}\n    options:\n      heading_level: 1",
+        f"::: metagrad.{family.package}.{method.name}\n    options:\n      heading_level: 1",
         "## What we measured",
         f'<div class="panels" markdown="1">\n{pictures}\n</div>',
         "\n".join(_table(family, method, own)),
@@ -46,7 +46,7 @@ def method_page(family: Family, method: Method, panels: list[Panel]) -> str:
         ),
         f"```sh\n{family.program}\n```",
         *_measurements(method),
-        "## Where to read on",
+        "## See also",
         _links(family, method),
     ]
     return "\n\n".join(parts) + "\n"
@@ -54,31 +54,39 @@ def method_page(family: Family, method: Method, panels: list[Panel]) -> str:
 
 def index_page(family: Family, panels: list[Panel]) -> str:
     """Return the page that lists the classes of a family."""
-    header = ["name", "what it is, and the paper", *(_short(panel) for panel in panels)]
+    prose = PROSE[family.title]
+    long = prose.get("long", {"title": None, "values": {}})
+    shown = {panel.title: panel for panel in panels if panel.title in prose["panels"]}
+    header = ["name", "description and paper", long["title"], *map(prose["panels"].get, shown)]
+    methods = [
+        (f"[{m.name}]({m.option}.md)", f"{_sentence(m)} {m.paper}", m.name, m.option)
+        for m in family.methods()
+    ]
+    if family.reference not in [option for *_, option in methods]:
+        methods.append((family.called, "For comparison: `torch.optim`.", family.called, family.reference))
     rows = [
         [
-            f"[{method.name}]({method.option}.md)",
-            f"{_sentence(method)} {method.paper}",
-            *(_end(panel.curves.get(method.option)) for panel in panels),
+            link,
+            about,
+            str(long["values"].get(name, "")),
+            *(_end(p.curves.get(option)) for p in shown.values()),
         ]
-        for method in family.methods()
+        for link, about, name, option in methods
     ]
-    prose = PROSE[family.title]
-    columns = ", ".join(f"{_short(panel)} the {_lower(panel.y)}" for panel in panels)
+    columns = [n for n, title in enumerate(header) if title is not None]
     parts = [
         f"# {family.title}",
-        f"{prose['about']} The page of each has its equation, its arguments, an example and our figure. The last "
-        f"columns are what was measured {prose['columns']}: of {columns}.",
-        markdown([header, *rows]),
+        f"{prose['about']} {prose['columns']}",
+        markdown([[row[n] for n in columns] for row in [header, *rows]]),
         "## How they were measured",
-        prose["protocol"],
+        " ".join(filter(None, [long.get("protocol"), prose["protocol"]])),
         f"```sh\n{family.program}\n```",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _table(family: Family, method: Method, own: list[tuple[int, Panel]]) -> list[str]:
-    """Return what came out at the end of each panel, beside the reference, and by which settings."""
+    """Return a table of the final values in each panel, next to the reference, with the settings."""
     shown = {method.option: method.name, family.reference: family.called}
     rows = [
         [
@@ -89,11 +97,7 @@ def _table(family: Family, method: Method, own: list[tuple[int, Panel]]) -> list
         ]
         for _, panel in own
     ]
-    return markdown([["where", "what", *shown.values(), "trained by"], *rows])
-
-
-def _short(panel: Panel) -> str:
-    return panel.title.partition(",")[0]
+    return markdown([["problem", "quantity", *shown.values(), "settings"], *rows])
 
 
 def _sentence(method: Method) -> str:
@@ -107,7 +111,7 @@ def _lower(words: str) -> str:
 
 
 def _end(curve: Curve | None) -> str:
-    """Say what a curve ends at."""
+    """Return the final value of a curve as text."""
     if curve is None:
         return ""
     last = f"{curve.middle[-1]:.2g}" if curve.middle[-1] < 10 else f"{curve.middle[-1]:.3g}"
@@ -128,22 +132,22 @@ def _measurements(method: Method) -> list[str]:
 
 
 def _links(family: Family, method: Method) -> str:
-    """Return where else a class appears."""
+    """Return links to other pages about a class."""
     guide = {"meta": "meta-learning](../meta_learning.md)", "optim": "optimizers](../optimizers.md)"}[
-        family.room
+        family.package
     ]
     program = (
         f"train algorithm={method.option}"
-        if family.room == "meta"
-        else f"optimizers optimizer={method.option}"
+        if family.package == "meta"
+        else f"studies.optimizers 'optimizers=[{method.option}]'"
     )
     links = [
-        f"The guide of [{guide}, and [all {family.title.lower()}](index.md).",
-        f"From the command line: `python -m experiments.{program}`.",
+        f"The guide to [{guide} and [all {family.title.lower()}](index.md).",
+        f"On the command line: `python -m experiments.{program}`.",
     ]
     if method.option in rules.__all__:
         rule = f"[`rules.{method.option}`][metagrad.optim.rules.{method.option}]"
-        links.insert(1, f"In inner loops it is {rule}, which is differentiated through.")
+        links.insert(1, f"Functional form for inner loops: {rule}.")
     return "\n".join(f"- {link}" for link in links)
 
 

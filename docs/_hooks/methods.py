@@ -1,4 +1,4 @@
-"""A page for every algorithm and optimizer, and its figures: its curve among those of the others."""
+"""A page for every algorithm and optimizer, with figures that highlight its curve."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 class Figure(NamedTuple):
-    """What a figure shows, as `highlighted` takes it."""
+    """The arguments of `highlighted` for one figure."""
 
     panel: Panel
     name: str
@@ -54,7 +54,7 @@ class Figure(NamedTuple):
 
 
 def _drawn(figures: list[Figure]) -> list[Path]:
-    """Return the files of figures; draw those that are new, in two processes."""
+    """Return the files of figures. Two processes draw the new ones."""
     code = "".join(file.read_text() for file in DRAWN_BY)
     states = [hashlib.sha256(f"{code}{figure}".encode()).hexdigest()[:24] for figure in figures]
     paths = [KEPT / f"{state}.png" for state in states]

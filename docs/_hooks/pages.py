@@ -1,4 +1,4 @@
-"""What `make docs` adds to MkDocs: pages from outside of docs/, and a reference."""
+"""Adds pages from outside of docs/ and the API reference to MkDocs."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from docs._hooks.addresses import PLACEHOLDER, address
 from docs._hooks.docstrings import Docstrings
 from docs._hooks.families import FAMILIES
-from docs._hooks.reference import ROOMS, names_page, room_page
+from docs._hooks.reference import PACKAGES, names_page, package_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
-    "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     ".github/CONTRIBUTING.md": "contributing.md",
     "experiments/README.md": "experiments.md",
     "docs/decisions": "decisions/index.md",
     **{
-        str(path.relative_to(ROOT)): f"rooms/{path.parent.name}.md"
+        str(path.relative_to(ROOT)): f"internals/{path.parent.name}.md"
         for path in ROOT.glob("metagrad/*/README.md")
     },
 }
-"""Pages that stand outside of docs/, by their paths in the repository."""
+"""Pages outside of docs/, by their paths in the repository."""
 
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
-    """Write the patterns of the navigation out, and teach Markdown what docstrings have."""
+    """Expand the patterns of the navigation, set the addresses, and add the syntax of docstrings to Markdown."""
+    if PLACEHOLDER not in address("Documentation"):
+        config.site_url, config.repo_url = address("Documentation"), address("Repository")
     config.nav = list(_expanded(config.nav))
     config.markdown_extensions.append(Docstrings())
     return config
@@ -46,13 +48,13 @@ def on_files(files: Files, config: Any) -> Files:
         text = _index_of(source) if (ROOT / source).is_dir() else (ROOT / source).read_text()
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "reference/index.md", content=names_page()))
-    for room in ROOMS:
-        files.append(File.generated(config, _reference(room), content=room_page(room)))
+    for package in PACKAGES:
+        files.append(File.generated(config, _reference(package), content=package_page(package)))
     return files
 
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    """Let the links of a page point to where the site has what they name."""
+    """Replace links to files of the repository by links to pages of the site."""
     here = page.file.src_uri
     source = _sources().get(here, f"docs/{here}")
     folder = source if (ROOT / source).is_dir() else posixpath.dirname(source)
@@ -70,8 +72,8 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
 
 
 def _place(path: str) -> str:
-    """Return where the site has a file of the repository."""
-    return PAGES.get(path, path.removeprefix("docs/"))
+    """Return the page of the site for a file of the repository."""
+    return "index.md" if path == "README.md" else PAGES.get(path, path.removeprefix("docs/"))
 
 
 def _sources() -> dict[str, str]:
@@ -87,7 +89,7 @@ def _index_of(folder: str) -> str:
 
 
 def _expanded(items: list[Any]) -> Iterator[Any]:
-    """Yield the items of a navigation; in place of a pattern, the pages that it fits."""
+    """Yield the items of a navigation, with patterns replaced by the matching pages."""
     for item in items:
         if isinstance(item, str) and "*" in item:
             yield from (page for page in _all_pages() if fnmatch(page, item) and "index" not in page)
@@ -103,8 +105,8 @@ def _expanded(items: list[Any]) -> Iterator[Any]:
 def _all_pages() -> list[str]:
     own = [str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")]
     methods = [family.page(method) for family in FAMILIES for method in family.methods()]
-    return sorted([*own, *methods, *PAGES.values(), *map(_reference, ROOMS)])
+    return sorted([*own, *methods, *PAGES.values(), *map(_reference, PACKAGES)])
 
 
-def _reference(room: str) -> str:
-    return f"reference/{room}.md"
+def _reference(package: str) -> str:
+    return f"reference/{package}.md"

@@ -1,8 +1,8 @@
-"""The programs of a page, run one after the other as a reader would, and what each of them prints and draws.
+"""Runs the programs of a page in order, and collects their output and figures.
 
-Blocks of ``python`` share one namespace; blocks of ``sh`` are commands of a shell, but for those that install. All
-run in one folder. Figures of matplotlib that are open after a block, and files ``*.png`` whose paths it prints, are
-its pictures.
+Blocks of ``python`` share one namespace. Blocks of ``sh`` run in a shell, except for installation commands. All
+blocks run in one folder. The pictures of a block are its open matplotlib figures and the files ``*.png`` whose paths
+it prints.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [ROOT / "docs/quickstart.md", *sorted(ROOT.glob("docs/tutorials/*.md"))]
-"""Pages that show what their programs print and draw."""
+"""Pages that show the output and figures of their programs."""
 PROGRAM = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Program(NamedTuple):
-    """A block of a page."""
+    """A block of code of a page."""
 
     language: str
     text: str
@@ -34,19 +34,19 @@ class Program(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a program printed, and its pictures: of each its title and, in base 64, the PNG."""
+    """The output of a program, and its pictures as pairs of title and PNG in base 64."""
 
     printed: str
     pictures: list[tuple[str, str]]
 
 
 def programs(text: str) -> list[Program]:
-    """Return the programs of a page, in their order."""
+    """Return the programs of a page in order."""
     return [Program(m[1], m[2], text.count("\n", 0, m.start(2))) for m in PROGRAM.finditer(text)]
 
 
 def run(text: str, name: str, folder: Path) -> list[Shown]:
-    """Run the programs of a page in a folder; an error has the line of the page."""
+    """Run the programs of a page in a folder. Errors refer to lines of the page."""
     os.environ.setdefault("MPLBACKEND", "agg")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with _inside(folder), warnings.catch_warnings():
@@ -65,7 +65,7 @@ def _run(program: Program, name: str, namespace: dict[str, Any]) -> Shown:
 
 
 def _commands(program: Program) -> str:
-    """Run commands by this interpreter; return what they print."""
+    """Run shell commands with this Python first in the path, and return their output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", program.text],
@@ -79,7 +79,7 @@ def _commands(program: Program) -> str:
 
 
 def _figures() -> list[tuple[str, str]]:
-    """Return the open figures of matplotlib, and close them."""
+    """Return the open matplotlib figures and close them."""
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if pyplot is None:
         return []
@@ -90,8 +90,8 @@ def _figures() -> list[tuple[str, str]]:
 
 
 def _title(figure: Any) -> str:
-    titles = [figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)]
-    return next(filter(None, titles), "Figure")
+    titles = [axes.get_title(loc) for axes in figure.axes for loc in ("left", "center")]
+    return next(filter(None, [figure.get_suptitle(), *titles]), "Figure")
 
 
 def _png(figure: Any) -> str:
@@ -101,7 +101,7 @@ def _png(figure: Any) -> str:
 
 
 def _files(printed: str) -> list[tuple[str, str]]:
-    """Return the pictures whose paths are printed."""
+    """Return the pictures whose paths were printed."""
     paths = [Path(word) for word in printed.split() if word.endswith(".png")]
     return [(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in paths if path.is_file()]
 

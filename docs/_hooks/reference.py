@@ -1,4 +1,4 @@
-"""The pages of the reference, and docstrings and signatures as they stand when the library is imported."""
+"""The pages of the API reference, with docstrings and signatures from the imported library."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import griffe
 import metagrad
 from docs._hooks.families import own_pages
 
-ROOMS = [room for room in metagrad.__all__ if inspect.ismodule(getattr(metagrad, room))]
-ROOMS += ["optim.rules", "info"]
+PACKAGES = [package for package in metagrad.__all__ if inspect.ismodule(getattr(metagrad, package))]
+PACKAGES += ["optim.rules", "info"]
 
 
 @functools.cache
-def public(room: str) -> dict[str, object]:
-    """Return the public names of a room of the library, and what they are."""
-    module = importlib.import_module(f"metagrad.{room}")
+def public(package: str) -> dict[str, object]:
+    """Return the public names of a package of the library and their values."""
+    module = importlib.import_module(f"metagrad.{package}")
     names = getattr(module, "__all__", [name for name in vars(module) if _is_own(module, name)])
     return {name: value for name in names if not inspect.ismodule(value := getattr(module, name))}
 
@@ -29,58 +29,71 @@ def _is_own(module: Any, name: str) -> bool:
     return name[0] != "_" and getattr(vars(module)[name], "__module__", None) == module.__name__
 
 
-def room_page(room: str) -> str:
-    """Return the page of a room: its docstring, and those of its public names."""
-    about = inspect.getdoc(importlib.import_module(f"metagrad.{room}"))
-    pages = own_pages(room)
+def package_page(package: str) -> str:
+    """Return the page of a package: its docstring and the docstrings of its public names."""
+    about = inspect.getdoc(importlib.import_module(f"metagrad.{package}"))
+    pages = own_pages(package)
     names = [
-        _pointer(name, pages[name], value) if name in pages else f"::: metagrad.{room}.{name}"
-        for name, value in sorted(public(room).items(), key=lambda item: item[0].lower())
+        _pointer(name, pages[name], value) if name in pages else f"::: metagrad.{package}.{name}"
+        for name, value in sorted(public(package).items(), key=lambda item: item[0].lower())
     ]
-    return "\n\n".join([f"# metagrad.{room}", str(about), *names]) + "\n"
+    return "\n\n".join([f"# metagrad.{package}", str(about), *names]) + "\n"
 
 
 def _pointer(name: str, page: str, value: object) -> str:
-    """Return what stands for a class that has a page of its own."""
+    """Return a heading that links to the page of a class."""
     about = (inspect.getdoc(value) or "").partition("\n")[0]
     return f"## [`{name}`](../{page})\n\n{about}"
 
 
 def names_page() -> str:
-    """Return the page of all public names, by room."""
-    package = set(metagrad.__all__)
-    parts = ["# All public names", "Names in bold are in `metagrad` itself: `mg.MAML`."]
-    for room in ROOMS:
-        links = [_linked(room, name, name in package) for name in sorted(public(room), key=str.lower)]
-        parts += [f"## [metagrad.{room}]({room}.md)", " &middot; ".join(links)]
+    """Return the index of all public names with their first sentences, by package."""
+    top = set(metagrad.__all__)
+    parts = ["# API index", "Names in bold are also in `metagrad` itself, as in `mg.MAML`."]
+    for package in PACKAGES:
+        rows = [
+            f"| {_linked(package, name, name in top)} | {_first_sentence(value)} |"
+            for name, value in sorted(public(package).items(), key=lambda item: item[0].lower())
+        ]
+        parts += [
+            f"## [metagrad.{package}]({package}.md)",
+            "\n".join(["| name | description |", "| --- | --- |", *rows]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
-def _linked(room: str, name: str, is_in_package: bool) -> str:
-    link = f"[`{name}`][metagrad.{room}.{name}]"
+def _linked(package: str, name: str, is_in_package: bool) -> str:
+    link = f"[`{name}`][metagrad.{package}.{name}]"
     return f"**{link}**" if is_in_package else link
 
 
+def _first_sentence(value: object) -> str:
+    if not callable(value):
+        return f"`{value!r}`"
+    first = (inspect.getdoc(value) or "").partition("\n\n")[0]
+    return re.sub(r":\w+:`~?([^`]*)`", r"`\1`", " ".join(first.split()).replace("|", "\\|"))
+
+
 class Runtime(griffe.Extension):
-    """Docstrings and signatures that are made when the library is imported, as those of optimizers are."""
+    """Replaces docstrings and signatures by the values at run time, as optimizers generate them."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Name the sections of examples as griffe knows them."""
+        """Rename the sections of examples to the title that griffe parses."""
         if obj.docstring is not None:
             obj.docstring.value = _sections(obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Let the public names be what they are at run time."""
-        for room in ROOMS:
-            for name, value in public(room).items():
+        """Replace public classes by their run-time docstrings and signatures."""
+        for package in PACKAGES:
+            for name, value in public(package).items():
                 if inspect.isclass(value) and value.__module__.startswith("metagrad."):
-                    _follow(pkg, f"{room}.{name}", value)
+                    _follow(pkg, f"{package}.{name}", value)
 
 
 def _follow(package: griffe.Module, path: str, value: type) -> None:
     home = f"{value.__module__}.{value.__qualname__}".removeprefix("metagrad.")
     known = package[home]
-    if package[path].is_attribute:  # another name of the class, as rules.lion is of LionRule
+    if package[path].is_attribute:  # an alias of a class, such as rules.lion of LionRule
         package[path.rpartition(".")[0]].set_member(
             known_as := path.rpartition(".")[2], griffe.Alias(known_as, known)
         )

@@ -1,4 +1,4 @@
-"""What the programs of a page show, kept until they, or the code that they call, change."""
+"""A cache of the output of the programs of a page, until the page or the code changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CODE = ["metagrad/**/*.py", "experiments/**/*.py", "conf/**/*.yaml", "docs/_hook
 
 
 def results(path: Path) -> list[Shown]:
-    """Return what the programs of a page show; run them if they, or the code that they call, have changed."""
+    """Return the output of the programs of a page. Run them if the page or the code has changed."""
     kept = KEPT / f"{path.stem}-{_state(path)}.json"
     if not kept.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +32,7 @@ def results(path: Path) -> list[Shown]:
 
 
 def _state(path: Path) -> str:
-    """Return a digest of all that decides what a page shows."""
+    """Return a digest of the page and of all code that its programs may call."""
     code = [ROOT / file for pattern in CODE for file in sorted(ROOT.glob(pattern))]
     digest = hashlib.sha256(torch.__version__.encode())
     for file in [path, *code]:

@@ -1,4 +1,4 @@
-"""Tutorials show what their programs print and draw: the build runs them, and keeps that until code changes."""
+"""Tutorials show the output and figures of their programs, which the build runs and caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from docs._hooks.results import results
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pictures that the programs draw, and the notebooks."""
+    """Add the figures of the programs, and the notebooks."""
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(results, RUN))
     for path, shown in zip(RUN, found, strict=True):
@@ -31,7 +31,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    """Put below each program what it showed."""
+    """Insert the output and the figures below each program."""
     path, name = ROOT / "docs" / page.file.src_uri, page.file.src_uri
     if path not in RUN:
         return text
@@ -42,7 +42,7 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
 
 
 def _below(shown: Shown, page: str, number: int) -> str:
-    """Return the Markdown of what a program showed."""
+    """Return the Markdown of the output and figures of a program."""
     printed = f"\n\n``` {{ .text .output }}\n{shown.printed.rstrip()}\n```" if shown.printed.strip() else ""
     pictures = [
         f"\n\n![{title}]({_picture(posixpath.basename(page), number, index)})"
