@@ -29,7 +29,7 @@ FOLDERS = ("*.md", ".github/*.md", "docs/**/*.md", "experiments/**/*.md", "metag
 DOCUMENTS = sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern))
 LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
 NAMES = re.compile(
-    r"(?<![\w./])(?:mg|metagrad|rules|curvature|hypergrad|sparse)(?:\.(?!(?:md|py)\b)[A-Za-z_]\w*)+"
+    r"(?<![\w./])(?:mg|metagrad|rules|curvature|hypergrad|sparse)(?:\.(?!(?:md|py|plots)\b)[A-Za-z_]\w*)+"
 )
 ROOMS = {"mg": "metagrad", "metagrad": "metagrad", "rules": "metagrad.optim.rules"}
 OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|algorithm)=([\w,]+)")
