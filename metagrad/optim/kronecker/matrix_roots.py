@@ -14,17 +14,21 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
 
     .. math:: X = A^{-1/p} = V \operatorname{diag}(\lambda^{-1/p}) V^\top
 
-    Its derivative does not go through that of the eigenvectors, which is infinite where two eigenvalues are equal:
-    :math:`X^{-p} = A` says that :math:`\sum_k X^k \, dX \, X^{p-1-k} = -X^p \, dA \, X^p`, which is solved in the
-    eigenbasis by divisions by :math:`\sum_k x_i^k x_j^{p-1-k} > 0`. The solution is differentiated in the same way,
-    so that every order is right.
+    The derivative does not differentiate the eigenvectors, because their derivative is infinite where two eigenvalues
+    are equal. It multiplies each entry of :math:`V^\top dA \, V` by a divided difference of the inverse root:
 
-    Eigenvalues below the rounding errors of the largest, n times the machine precision, are replaced by these. The
-    inverse root of the zero matrix is taken as zero, with derivatives of zero: gradients are zero there as well.
+    .. math:: \frac{x_i - x_j}{\lambda_i - \lambda_j} = - \frac{1}{y_i y_j \sum_k y_i^k y_j^{p-1-k}}, \qquad
+              y = \lambda^{1/p} = 1 / x
+
+    The sum has no cancellation, so small eigenvalues are accurate in float32. Higher orders follow from
+    :math:`Y^p = A` and :math:`X = Y^{-1}`, which are differentiated in the same basis.
+
+    An eigenvalue below the rounding error of the largest one, n times the machine precision, is replaced by that
+    error. The inverse root of the zero matrix is zero, and so are its derivatives.
 
     Args:
         matrix: Symmetric and positive semi-definite, ``[..., n, n]``, in float32 or float64.
-        p: Which root, 1 or more.
+        p: Degree of the root, at least 1.
 
     Returns:
         The root, ``[..., n, n]``, symmetric.
@@ -41,7 +45,8 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
     check_count("inverse_root(matrix, p)", p)
     _check_square("inverse_root(matrix, p)", matrix)
     values, vectors = linalg.eigh(matrix.detach())
-    return _InverseRoot.apply(matrix, vectors, _inverse_roots(values, p), p)
+    values = torch.maximum(values, _rounding(values))
+    return _InverseRoot.apply(matrix, vectors, torch.where(values > 0, values, 0) ** (1 / p), p)
 
 
 def eigenvectors(matrix: Tensor) -> Tensor:
@@ -69,18 +74,17 @@ def eigenvectors(matrix: Tensor) -> Tensor:
     return _Eigenvectors.apply(matrix, vectors.flip(-1), values.flip(-1))[0]
 
 
-# Outputs are recomputed from the eigenvectors, not saved: torch would detach a saved output by a call, which the
-# recording of a step for recomputation must not see.
+# A backward pass computes outputs again instead of saving them, because torch detaches a saved output by a call.
 
 
 class _InverseRoot(Function):
-    """Gives the root, of which the eigenvectors and eigenvalues are known. Its derivative is its own adjoint."""
+    """Inverse root, given the eigenvectors and the p-th roots of the eigenvalues. A root of 0 marks a zero matrix."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(matrix, vectors, roots, p):
-        return (vectors * roots.unsqueeze(-2)) @ vectors.mT
+        return (vectors * torch.where(roots > 0, 1 / roots, 0).unsqueeze(-2)) @ vectors.mT
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -90,30 +94,24 @@ class _InverseRoot(Function):
     @staticmethod
     def backward(ctx, cotangent):
         matrix, vectors, roots = ctx.saved_tensors
-        root = _InverseRoot.apply(matrix, vectors, roots, ctx.p)
-        inverse = linalg.matrix_power(root, ctx.p)
-        right = _symmetric(inverse @ _symmetric(cotangent) @ inverse)
-        return -_Solution.apply(root, right, vectors, roots, ctx.p), None, None, None
+        is_zero, roots = roots == 0, torch.where(roots > 0, roots, 1)
+        root = _Root.apply(_in_basis(matrix, vectors), roots, ctx.p)
+        inverse = linalg.inv(root).masked_fill(is_zero.unsqueeze(-1), 0)
+        right = inverse.mT @ _in_basis(_symmetric(cotangent), vectors) @ inverse
+        return -_from_basis(_Solution.apply(root, right, roots, ctx.p), vectors), None, None, None
 
 
-class _Solution(Function):
-    r"""Solves :math:`\sum_k X^k D X^{p-1-k} = C` for D, given the eigenvectors and eigenvalues of X.
+# The two functions below work in the eigenbasis, where the root is diagonal, so that products by it mix no entries.
 
-    The left side is the derivative of :math:`X^p` along D, so that dD solves the same equation for
-    :math:`dC - d^2(X^p)[D, dX]`. Second derivatives of a power are symmetric in all three of their matrices, whence
-    the adjoint.
-    """
+
+class _Root(Function):
+    """The p-th root of a diagonal matrix, given its entries."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(root, right, vectors, roots, p):
-        rows, columns = roots.unsqueeze(-1), roots.unsqueeze(-2)
-        divisor = torch.stack([rows**k * columns ** (p - 1 - k) for k in range(p)]).sum(0)
-        inner = vectors.mT @ right @ vectors
-        # Zero alone has no inverse here: the root of a matrix of zeros.
-        quotient = torch.where(divisor == 0, 0, inner / torch.where(divisor == 0, 1, divisor))
-        return _from_basis(quotient, vectors)
+    def forward(matrix, roots, p):
+        return torch.diag_embed(roots)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -122,11 +120,38 @@ class _Solution(Function):
 
     @staticmethod
     def backward(ctx, cotangent):
-        root, right, vectors, roots = ctx.saved_tensors
-        solution = _Solution.apply(root, right, vectors, roots, ctx.p)
-        for_right = _Solution.apply(root, _symmetric(cotangent), vectors, roots, ctx.p)
+        matrix, roots = ctx.saved_tensors
+        root = _Root.apply(matrix, roots, ctx.p)
+        return _Solution.apply(root, _symmetric(cotangent), roots, ctx.p), None, None
+
+
+class _Solution(Function):
+    r"""Solution D of :math:`\sum_k Y^k D Y^{p-1-k} = C` for a diagonal Y, given its entries.
+
+    The left side is the derivative of :math:`Y^p` along D, so dD solves the same equation for
+    :math:`dC - d^2(Y^p)[D, dY]`. The second derivative of a power is symmetric in its three matrices, which gives the
+    adjoint.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(root, right, roots, p):
+        rows, columns = roots.unsqueeze(-1), roots.unsqueeze(-2)
+        return right / torch.stack([rows**k * columns ** (p - 1 - k) for k in range(p)]).sum(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.p = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        root, right, roots = ctx.saved_tensors
+        solution = _Solution.apply(root, right, roots, ctx.p)
+        for_right = _Solution.apply(root, _symmetric(cotangent), roots, ctx.p)
         for_root = -_second_derivative_of_power(root, solution, for_right, ctx.p)
-        return for_root, for_right, None, None, None
+        return for_root, for_right, None, None
 
 
 def _second_derivative_of_power(x: Tensor, u: Tensor, w: Tensor, p: int) -> Tensor:
@@ -165,14 +190,13 @@ def _inverse_gaps(values: Tensor) -> Tensor:
     return torch.where(equal, 0, 1 / torch.where(equal, 1, gaps))
 
 
-def _inverse_roots(values: Tensor, p: int) -> Tensor:
-    kept = torch.maximum(values, _rounding(values))
-    return torch.where(kept > 0, torch.where(kept > 0, kept, 1) ** (-1 / p), 0)
-
-
 def _rounding(values: Tensor) -> Tensor:
     """Return the error of eigenvalues ``[..., n]``, as ``[..., 1]``."""
     return values.shape[-1] * torch.finfo(values.dtype).eps * values.detach().abs().amax(-1, keepdim=True)
+
+
+def _in_basis(matrix: Tensor, vectors: Tensor) -> Tensor:
+    return vectors.mT @ matrix @ vectors
 
 
 def _from_basis(inner: Tensor, vectors: Tensor) -> Tensor:
