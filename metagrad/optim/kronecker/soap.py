@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import KW_ONLY
 from typing import NamedTuple
 
@@ -57,11 +58,13 @@ class SOAPRule(AxisMatrices):
     eigenvectors for the gradient of the first step; the paper's program takes no step there, this rule does.
     :math:`M` is kept in the parameter's own coordinates, so that a new basis leaves it as it is.
 
-    To V are added the squares of rounding errors, the machine's precision times the norm of the gradients: the null
-    space of the statistics, where gradients are nothing else, has no steps.
+    The bases are inexact by rounding and by ``shift``. An estimate of the error that this makes in a component of the
+    gradient is added to :math:`V`. So a component that is zero in exact arithmetic, as in the null space of the
+    statistics, takes nearly no step. Components that are not well above this error take shorter steps than in the
+    paper. In float32 these are singular values below about a thousandth of the largest one.
 
-    A tensor of k axes has k bases. Scalars, and vectors unless ``precondition_1d``, are moved as by AdamW. The rule
-    can be differentiated, through the bases too.
+    A tensor of k axes has k bases. Scalars, and vectors unless ``precondition_1d``, are updated as by AdamW. The rule
+    is differentiable, also through the bases.
 
     Example:
         The first step is Adam's in the eigenbasis: singular values become 1.
@@ -146,7 +149,7 @@ class SOAPRule(AxisMatrices):
         mean = average(mean, h.beta1, g).to(g.dtype)
         second = average(second, h.beta2, self._turned_by(value, turned, bases) ** 2)
         steps = step + 1
-        known = second + self._rounding(second) if turned else second
+        known = second + self._errors(second, turned, h.shift) if turned else second
         scale = root(known) / (1 - h.beta2**steps) ** 0.5 + h.eps
         first = self._turned_by(self.in_axes(mean), turned, bases) / scale
         direction = self._turned_by(first, turned, tuple(basis.mT for basis in bases))
@@ -160,14 +163,20 @@ class SOAPRule(AxisMatrices):
         )
         return new, mean, second.reshape(square.shape), statistics, tuple(rest)
 
-    def _rounding(self, second: Tensor) -> Tensor:
-        """Return the square of the rounding errors of a gradient in new coordinates, for each task.
+    def _errors(self, second: Tensor, turned: list[int], shift: float | Tensor) -> Tensor:
+        """Return the squares of the errors that inexact bases make in the components of a gradient.
 
-        Gradients in the null space of the statistics are nothing else, and divided by their own root they would be
-        steps as long as any.
+        An error of a basis is the rounding error and the shift of its matrix, relative to an eigenvalue. It mixes
+        components, so a component of zero would take a step as long as any other.
         """
-        axes = tuple(range(self.batch_ndim, second.ndim))
-        return torch.finfo(second.dtype).eps ** 2 * second.detach().sum(axes, keepdim=True)
+        own = range(self.batch_ndim, second.ndim)
+        others = [[a for a in own if a != self.batch_ndim + axis] for axis in turned]
+        energies = [second.sum(each, keepdim=True) if each else second for each in others]
+        largest = torch.stack([e.amax(tuple(own), keepdim=True) for e in energies]).amax(0)
+        mean = torch.stack([e.mean(tuple(own), keepdim=True) for e in energies]).amax(0)
+        error = 10 * (torch.finfo(second.dtype).eps * largest + shift * mean)
+        eigenvalue = functools.reduce(torch.maximum, energies).maximum(error)
+        return error * (error / torch.where(error > 0, eigenvalue, 1))
 
     def _turned(self, axes: tuple[int, ...]) -> list[int]:
         """Return the axes that have a basis of their own."""
