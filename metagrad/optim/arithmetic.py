@@ -11,11 +11,13 @@ from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 def plus_scaled(base: Tensor, scale: float | Tensor, direction: Tensor, sign: int = 1) -> Tensor:
-    """Compute ``base + sign * scale * direction``; operands that the backward does not need are not kept."""
+    """Compute ``base + sign * scale * direction``. Operands that the backward pass does not need are not saved."""
+    is_sparse = isinstance(base, RowSparse) or isinstance(direction, RowSparse)
+    # torch.compile drops ``alpha`` from the sum of a tensor and a matrix product.
+    if torch.compiler.is_compiling() or (is_sparse and isinstance(scale, Tensor)):
+        return base + sign * scale * direction
     if not isinstance(scale, Tensor):
         return torch.add(base, direction, alpha=sign * scale)
-    if isinstance(base, RowSparse) or isinstance(direction, RowSparse):
-        return torch.add(base, direction * scale, alpha=sign)
     return torch.addcmul(base, direction, scale, value=sign)
 
 

@@ -99,7 +99,7 @@ class SophiaH(DiagonalOptimizer):
         retain_graph: bool,
     ) -> list[Tensor]:
         def draw(like: Tensor) -> Tensor:
-            return torch.empty_like(like).normal_(generator=generator(like.device))
+            return like.new_empty(like.shape).normal_(generator=generator(like.device))
 
         return hessian_diagonal(params, grads, draw, group["samples"], retain_graph=retain_graph)
 
