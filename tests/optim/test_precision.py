@@ -37,6 +37,7 @@ MATRICES = {
     "badly scaled": matrix(6, 6, 0.1, 0.03, 0.01, 0.003, 0.002, 0.001),
     "rank-deficient": matrix(6, 6, 0.03, 0.01),
 }
+dtypes = pytest.mark.parametrize("dtype", [F32, F64])
 matrices = pytest.mark.parametrize("g", MATRICES.values(), ids=MATRICES)
 
 
@@ -79,7 +80,7 @@ def test_muon(g):
 
 
 @matrices
-@pytest.mark.parametrize("dtype", [F32, F64])
+@dtypes
 def test_shampoo_is_the_polar_factor(g, dtype):
     r"""The first step is U diag(s / sqrt(s^2 + eps)) V^T.
 
@@ -101,7 +102,7 @@ def test_shampoo_is_the_polar_factor(g, dtype):
 
 
 @matrices
-@pytest.mark.parametrize("dtype", [F32, F64])
+@dtypes
 def test_soap_steps_within_the_space_of_the_gradient(g, dtype):
     """The first step is U V^T. The error of a component of zero is a tenth of what is added to its square at most."""
     u, s, vt = torch.linalg.svd(g, full_matrices=True)
@@ -147,12 +148,13 @@ def test_channels_last_kernels_take_the_steps_of_contiguous_ones(make):
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
-        model = torch.nn.Conv2d(2, 3, 3, dtype=F64).to(memory_format=memory_format)
+        model = torch.nn.Conv2d(2, 3, 3, dtype=F64)
+        model.weight.data = model.weight.data.contiguous(memory_format=memory_format)
         opt = make(model, lr=0.1, seed=0)
         for _ in range(3):
             opt.zero_grad()
             with opt.recording():
-                model(x.to(memory_format=memory_format)).tanh().square().sum().backward()
+                model(x.contiguous(memory_format=memory_format)).tanh().square().sum().backward()
             opt.step()
         results.append(snapshot(model))
     assert_near(*results)

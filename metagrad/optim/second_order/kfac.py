@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,37 +34,34 @@ from metagrad.optim.torch_optim.optimizer import Group, as_number
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
-class ObservedCall:
+class LayerCall:
     """One call of a layer.
 
     Attributes:
-        inputs: The input of the layer.
-        gradient: That of the output, summed over backward passes; None before the first.
-        open_before: The earlier calls of the layer that had no gradient yet when this one was made.
+        inputs: Input of the layer.
+        gradient: Gradient of the output, summed over the backward passes that wrote the gradient of the weight. None
+            before the first one.
+        open_before: Earlier calls of the layer that had no gradient yet when this call was made.
     """
 
-    def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[ObservedCall]) -> None:
+    def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[LayerCall]) -> None:
         self.inputs = inputs
         self.gradient: Tensor | None = None
         self.open_before = open_before
 
-    def overlaps(self, other: ObservedCall) -> bool:
-        """Return whether both calls were made before either had a gradient."""
+    def overlaps(self, other: LayerCall) -> bool:
+        """Return whether both calls ran before either one received a gradient."""
         return self in other.open_before or other in self.open_before
 
 
-Report: TypeAlias = "weakref.WeakMethod[Callable[..., Any]]"
-"""A method of an optimizer, as long as that exists."""
-
-
 class LayerHook:
-    """A forward hook that reports a layer's calls to an optimizer, as long as that exists.
+    """The hooks of a layer and its weight, which report to an optimizer while the optimizer exists.
 
-    A copied hook, as of a model that is copied or pickled, is inert: a copy of the optimizer sets its own hooks.
+    A copied hook does nothing, because a copy of the optimizer sets its own hooks.
     """
 
-    def __init__(self, called: Report | None = None, returned: Report | None = None, name: str = "") -> None:
-        self.called, self.returned, self.name = called, returned, name
+    def __init__(self, optimizer: weakref.ref[KFAC] | None = None, name: str = "") -> None:
+        self.optimizer, self.name = optimizer, name
 
     def __reduce__(self) -> tuple[type[LayerHook], tuple[()]]:
         return LayerHook, ()
@@ -72,29 +69,34 @@ class LayerHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        """Note a call whose gradient is wanted."""
-        called = None if self.called is None else self.called()
-        if called is None or not torch.is_grad_enabled() or not output.requires_grad:
+        """Record a call whose gradient is needed."""
+        optimizer = self.optimizer and self.optimizer()
+        if optimizer is None or not torch.is_grad_enabled() or not output.requires_grad:
             return None
         if averaging_wrapper() is not None:
             raise ValueError(
                 "KFAC(model): DistributedDataParallel averages the gradients, and the factors would be those of this "
                 "process, so that parameters would drift apart. Use an optimizer that takes gradients alone."
             )
-        call: ObservedCall | None = called(self.name, args[0] if args else kwargs["input"])
+        call = optimizer._called(self.name, args[0] if args else kwargs["input"])  # type: ignore[reportPrivateUsage]
         if call is None:
             return None
         hooked: Any = without_base(output)
-        # The graph holds the call, and the call holds nothing of the graph.
-        report, name = self.returned, self.name
 
-        def note(gradient: Tensor) -> None:
-            returned = None if report is None else report()
-            if returned is not None:
-                returned(name, call, gradient.detach())
+        def note(gradient: Tensor) -> None:  # the graph holds the call, which holds nothing of the graph
+            optimizer = self.optimizer and self.optimizer()
+            if optimizer is not None:
+                optimizer._returned(self.name, call, gradient.detach())  # type: ignore[reportPrivateUsage]
 
+        del optimizer
         hooked.register_hook(note)
         return hooked
+
+    def accumulated(self, weight: Tensor) -> None:
+        """Report that a backward pass has written the gradient of the weight."""
+        optimizer = self.optimizer and self.optimizer()
+        if optimizer is not None:
+            optimizer._accumulated(self.name)  # type: ignore[reportPrivateUsage]
 
 
 class KFAC(CurvatureOptimizer):
@@ -218,6 +220,7 @@ class KFAC(CurvatureOptimizer):
         layers = known_layers("KFAC(model)", model).values()
         self._layers: dict[str, Layer] = {self._names[layer.weight]: layer for layer in layers}
         self._handles: list[RemovableHandle] = []
+        self._waiting: dict[str, weakref.WeakSet[LayerCall]] = {}
         self._initialize(model.named_parameters() if params is None else params, defaults)
         self._set_hooks()
 
@@ -231,16 +234,18 @@ class KFAC(CurvatureOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._waiting = {}
         if self._handles:
             _remove(self._handles)  # the inert ones of the copied model
             self._set_hooks()
 
     def _set_hooks(self) -> None:
-        reports = weakref.WeakMethod(self._called), weakref.WeakMethod(self._returned)
-        self._handles.extend(
-            layer.register_forward_hook(LayerHook(*reports, name), with_kwargs=True)
-            for name, layer in self._layers.items()
-        )
+        for name, layer in self._layers.items():
+            hook, weight = LayerHook(weakref.ref(self), name), layer.weight
+            self._handles += [
+                layer.register_forward_hook(hook, with_kwargs=True),
+                weight.register_post_accumulate_grad_hook(hook.accumulated),  # type: ignore[reportUnknownMemberType]
+            ]
         weakref.finalize(self, _remove, self._handles)
 
     def _check_group(self, index: int) -> None:
@@ -261,42 +266,51 @@ class KFAC(CurvatureOptimizer):
 
     # What the hooks see
 
-    def _called(self, name: str, inputs: Tensor) -> ObservedCall | None:
+    def _called(self, name: str, inputs: Tensor) -> LayerCall | None:
         """Record a layer's call, if its gradient is needed."""
-        weight = self._layers[name].weight
-        group = self._group_of(weight)
+        group = self._group_of(self._layers[name].weight)
         if group is None or not inputs.numel():  # no examples have no mean
             return None
         if group["step"] % group["curvature_every"] and not self._lacks_factors(name):
             return None
-        if weight.grad is None:  # what there is belongs to a gradient that was dropped
-            self._calls.pop(name, None)
-            self._sums.pop(name, None)
         if not group["eigen"]:
-            self._reduce(name)  # of a micro-batch before, only sums are kept
+            self._reduce(name)  # only sums of an earlier micro-batch are kept
             self._calls.pop(name, None)
         waiting = self._waiting.setdefault(name, weakref.WeakSet())
-        call = ObservedCall(inputs.detach(), weakref.WeakSet(waiting))
+        call = LayerCall(inputs.detach(), weakref.WeakSet(waiting))
         waiting.add(call)
         return call
 
-    def _returned(self, name: str, call: ObservedCall, gradient: Tensor) -> None:
-        """Take the gradient of what a call returned."""
+    def _returned(self, name: str, call: LayerCall, gradient: Tensor) -> None:
+        """Take the gradient of a call's output. It counts once the backward pass writes the weight's gradient."""
         if not (self._draws or self.param_groups[0]["fisher"] == "empirical"):
             return
-        if call.gradient is not None:
-            call.gradient = call.gradient + gradient
-            return
-        calls = self._calls.setdefault(name, [])
-        if any(call.overlaps(other) for other in calls):
+        if self._layers[name].weight.grad is None:  # earlier calls belong to a gradient that was dropped
+            for dropped in self._calls.pop(name, ()):
+                dropped.gradient = None
+            self._sums.pop(name, None)
+        pending = [self._pending[name][0]] if name in self._pending else []
+        if any(call.overlaps(other) for other in self._calls.get(name, []) + pending):
             raise ValueError(
                 f"KFAC: the layer of {name!r} was called twice in one backward pass, and the factors of shared "
                 "layers are not known. Use a layer of its own for each call, call backward() for each micro-batch, "
                 "or use another optimizer."
             )
-        call.gradient = gradient
-        calls.append(call)
+        self._pending[name] = call, gradient
         self._waiting[name].discard(call)
+        if self._draws:
+            self._accumulated(name)
+
+    def _accumulated(self, name: str) -> None:
+        """Count the calls of a backward pass that has written the gradient of a layer's weight.
+
+        A gradient with respect to an input, such as a saliency map, writes none and does not count.
+        """
+        if name in self._pending:
+            call, gradient = self._pending.pop(name)
+            if call.gradient is None:
+                self._calls.setdefault(name, []).append(call)
+            call.gradient = gradient if call.gradient is None else call.gradient + gradient
 
     def _reduce(self, name: str) -> None:
         for rows in self._rows(name):
@@ -328,8 +342,8 @@ class KFAC(CurvatureOptimizer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._waiting: dict[str, weakref.WeakSet[ObservedCall]] = {}
-        self._calls: dict[str, list[ObservedCall]] = {}
+        self._calls: dict[str, list[LayerCall]] = {}
+        self._pending: dict[str, tuple[LayerCall, Tensor]] = {}
         self._sums: dict[str, Sums] = {}
         self._draws = False
 
@@ -414,7 +428,8 @@ class KFAC(CurvatureOptimizer):
                 raise RuntimeError(
                     f"KFAC.step: {name!r} has a gradient, but no curvature: the call of its layer was not seen, or "
                     "no labels were drawn. The forward pass must run after KFAC(model) was made, by calling the "
-                    'layer. With fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
+                    "layer, and loss.backward() must write the gradient. "
+                    'With fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
                 )
             column = None if bias is None else torch.zeros_like(bias) if bias.grad is None else bias.grad
             gradient = joined(directions[name], None if column is None else widened(column))

@@ -34,10 +34,6 @@ OPTIONS = [
 ]
 every = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "eigen", "sampled", "intervals"])
 
-every_with_labels = pytest.mark.parametrize(
-    "options", [o for o in OPTIONS if "fisher" not in o], ids=["plain", "eigen", "intervals"]
-)
-
 
 def kfac(model, options=None, **more):
     return KFAC(model, **{"lr": 0.05, "curvature_every": 1, "inverse_every": 2, **(options or {}), **more})
@@ -170,22 +166,6 @@ def test_a_bias_without_a_gradient_has_one_of_zeros_in_its_layer(eigen):
         moved.append(snapshot(layer))
     assert_equal(moved[0][:1], moved[1][:1])
     assert_equal(before[1:], moved[1][1:])
-
-
-@every_with_labels
-def test_losses_that_are_only_evaluated_have_no_factors(options):
-    expected = after(by_closure, options)
-
-    def evaluating(model, opt):
-        opt.zero_grad()
-        classification(model, F64)()
-        loss = classification(model, F64)()
-        loss.backward()
-        with torch.no_grad():
-            model(batch(F64)[0] * 7)
-        opt.step()
-
-    assert_near(after(evaluating, options), expected)
 
 
 def test_checkpointing_changes_nothing():
