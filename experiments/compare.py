@@ -92,7 +92,7 @@ def read_job(folder: Path) -> Job:
 
 
 def _reason(folder: Path) -> str:
-    """Say why a run has no result."""
+    """Return why a run has no result."""
     failure = folder / FAILURE
     if failure.exists():
         words = failure.read_text().strip().partition("\n")[0]

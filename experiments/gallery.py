@@ -1,8 +1,8 @@
 """Every program at its small setting, on one page: `python -m experiments.gallery [only=[train,attack]] [jobs=2]`.
 
-The programs are those of `conf/gallery.yaml`. Each runs in a process of its own and writes into `FOLDER/NAME`; one
-that has ended well is not run again. `FOLDER/index.html` shows the pictures and tables of each, the command that made
-them and its seconds, and why one has failed.
+`conf/gallery.yaml` lists the programs. Each program runs in its own process and writes into `FOLDER/NAME`. A
+program that has succeeded is not run again. `FOLDER/index.html` shows the pictures and tables of each program, its
+command, its time, and the whole message if it failed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Program:
 
 @dataclass
 class Gallery:
-    """What is run and shown."""
+    """The programs to run and to show."""
 
     folder: str = key("Where the page and the folders of the programs are.")
     jobs: int = key("Programs that run at once.")
@@ -73,12 +73,12 @@ class Gallery:
 
 
 class Shown(NamedTuple):
-    """What came of a program.
+    """The outcome of a program.
 
     Attributes:
-        command: What the user would type.
+        command: The command line.
         seconds: Its time.
-        failure: Why it ended badly; empty if it did not.
+        failure: The message of a program that failed, empty otherwise.
     """
 
     command: str
@@ -104,7 +104,7 @@ def make(config: Gallery) -> Path:
     """Run the programs, a few at once, and write the page after each.
 
     Raises:
-        ValueError: There is no program of a name, or one has failed; the page is written all the same.
+        ValueError: A name is unknown, data are missing, or a program failed. The page is written in the last case.
     """
     check_least("gallery", {"jobs": (config.jobs, 1)})
     if unknown := [name for name in config.only if name not in config.programs]:
@@ -132,7 +132,7 @@ def make(config: Gallery) -> Path:
 
 
 def run(one: Program, folder: Path) -> Shown:
-    """Run a program that has not ended well before, and return what came of it; a failed run is begun anew."""
+    """Run a program unless it has succeeded before, and return the outcome. A failed run starts again."""
     record, command = folder / RECORD, f"python -m {shlex.join(one.run)}"
     if record.exists():
         before = Shown(**json.loads(record.read_text()))
@@ -155,7 +155,7 @@ def run(one: Program, folder: Path) -> Shown:
 
 
 def page(config: Gallery, shown: dict[str, Shown]) -> str:
-    """Return the page of what has been run."""
+    """Return the page that shows the outcomes."""
     folder = Path(config.folder)
     links = "".join(f'<a href="#{name}">{html.escape(config.programs[name].title)}</a>' for name in shown)
     sections = [_section(config.programs[name].title, name, one, folder) for name, one in shown.items()]

@@ -1,9 +1,9 @@
 """Compare algorithms: `python -m experiments.table [algorithms=[maml,protonet]] [minutes=15] [KEY=VALUE ...]`.
 
-Every cell of the grid, an experiment with an algorithm and a seed, is a run of `experiments.train` in a process of
-its own, in `FOLDER/EXPERIMENT/ALGORITHM/SEED`. Cells that are finished are not run again, and those that were
-interrupted go on from their checkpoint, so the same command continues where it ended. After every cell the tables
-`FOLDER/EXPERIMENT.md` and the validation curves `FOLDER/EXPERIMENT.png` are written anew.
+A cell of the grid is an experiment, an algorithm and a seed. Each cell is a run of `experiments.train` in its own
+process, in `FOLDER/EXPERIMENT/ALGORITHM/SEED`. The same command resumes: it skips finished cells and resumes
+interrupted cells from their checkpoints. After every cell it writes the tables `FOLDER/EXPERIMENT.md` and the
+validation curves `FOLDER/EXPERIMENT.png`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 log = logging.getLogger("experiments.table")
-PILOT = 30  # outer steps by which the time of one is measured
+PILOT = 30  # outer steps that measure the time of one step
 TIME, PEAK = "time/outer_step(ms)", "memory/peak(MiB)"
 AFTER, BEFORE = "test/accuracy(%)", "test/accuracy_before(%)"
 HEADER = [
@@ -69,7 +69,7 @@ class Table:
     minutes: float | None = key("Minutes of training of every cell, which say how many outer steps it takes.")
     overrides: list[str] = key('Overrides of every cell: ["threads=1"].')
     own: dict[str, list[str]] = key('Overrides of the cells of an algorithm: {maml: ["algorithm.steps=3"]}.')
-    papers: dict[str, dict[str, Any]] = key(  # str; OmegaConf merges no file into a dict of dicts of str
+    papers: dict[str, dict[str, Any]] = key(  # str, but OmegaConf merges no file into a dict of dicts of str
         "What the papers report, by experiment and algorithm."
     )
 
@@ -136,7 +136,7 @@ def start(cell: Cell) -> None:
 
 
 def train(arguments: list[str]) -> None:
-    """Run `experiments.train` in a process of its own, whose peak of memory is that of the cell alone."""
+    """Run `experiments.train` in its own process, whose peak memory is the peak memory of the cell."""
     subprocess.run([sys.executable, "-m", "experiments.train", *arguments], check=False)
 
 

@@ -2,11 +2,11 @@
 
 Everything a run leaves behind is in its folder, `outputs/DATE/TIME` or `multirun/DATE/TIME/JOB`:
 
-    .hydra/                what was configured
+    .hydra/                the configuration
     provenance.json        commit, versions, platform, command line, seed
-    metrics.jsonl          what training computed, a function of configuration and seed alone
-    costs.jsonl            what it cost: time of an outer step, peak memory
-    checkpoints/last.pt    the whole state; `resume=FOLDER` continues bit for bit on the CPU
+    metrics.jsonl          metrics of training, which depend only on configuration and seed
+    costs.jsonl            time of an outer step and peak memory
+    checkpoints/last.pt    the whole state, from which `resume=FOLDER` resumes, bitwise identical on a CPU
     memory.txt, .jsonl     memory of every inner and outer step of the first iterations
     result.json            the test, with its protocol
     plots/                 learning_curve.png, adaptation.png
@@ -63,14 +63,14 @@ def _resumed_or_new() -> None:
 
 @hydra.main(config_path="../conf", config_name="config", version_base="1.3")
 def program(config: DictConfig) -> float:
-    """Run one job, and return the metric that a sweeper minimises or maximises."""
+    """Run one job, and return the metric that a sweeper minimizes or maximizes."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     with failures_reported(folder, log):
         return run_job(typed(config), folder)
 
 
 def run_job(config: Config, folder: Path) -> float:
-    """Train, test, plot and report one run in its folder; return its `config.metric`."""
+    """Train, test, plot and report one run in its folder, and return its `config.metric`."""
     with ranks.joined(uses_cuda=device(config).type == "cuda") as here:
         return _run_job(config, folder, here)
 
@@ -97,7 +97,7 @@ def _run_job(config: Config, folder: Path, here: Ranks) -> float:
 
 @contextlib.contextmanager
 def _journal(config: Config, folder: Path, step: int, here: Ranks) -> Iterator[Silent]:
-    """Claim the folder and open what the first process writes to; the others write nothing."""
+    """Claim the folder and open the files that the first process writes. The other processes write nothing."""
     if not here.is_first:
         with signals_raised():
             yield Silent()
@@ -115,7 +115,7 @@ def _journal(config: Config, folder: Path, step: int, here: Ranks) -> Iterator[S
 
 
 def finish(run: Run, outcome: dict[str, Any]) -> float:
-    """Write the result, plot and report; return the metric of the run."""
+    """Write the result, plot and report, and return the metric of the run."""
     result.write(run.folder, outcome)
     files, mirror = draw(run), run.journal.mirror
     means = {name: value["mean"] for name, value in outcome["metrics"].items()}
@@ -146,7 +146,7 @@ def draw(run: Run) -> list[Path]:
 
 
 def _begin(config: Config, folder: Path, step: int, here: Ranks) -> None:
-    """Write down where a run comes from; what it continues keeps its metrics up to there."""
+    """Write the provenance of a run. A resumed run keeps its metrics up to the checkpoint."""
     if config.resume is None:
         provenance.write(folder, seed=config.seed, processes=here.size)
         return

@@ -32,15 +32,15 @@ CLEAR = "\x1b[H\x1b[J"
 
 @dataclass(frozen=True)
 class Watched:
-    """What is shown of a run.
+    """A line of the display of a run.
 
     Attributes:
         name: Its folder.
         state: Running, stopped, finished, or why it failed.
         step: How far it is.
-        iterations: How far it goes; None where the folder does not say.
-        seconds_left: By the time of its last steps; None of a run that does not run.
-        metric: What the curve is of.
+        iterations: The number of iterations. None if the folder does not have it.
+        seconds_left: The time left, from the time of the last steps. None for a run that is not running.
+        metric: The name of the metric.
         curve: Steps and values.
     """
 
@@ -113,7 +113,7 @@ def look(folder: Path, root: Path, metric: str) -> Watched:
 
 
 def table(runs: list[Watched]) -> str:
-    """Return a line for each run: what it is, and its curve."""
+    """Return a line for each run, with its curve."""
     cells = [run.cells() for run in runs]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
@@ -123,9 +123,9 @@ def table(runs: list[Watched]) -> str:
 
 
 def sparkline(values: list[float], width: int = WIDTH) -> str:
-    """Draw values with one character for each, or for the mean of neighbours where there are more than fit.
+    """Draw values with one character each, or with one character for the mean of neighbors if there are too many.
 
-    What is not finite is drawn as a question mark.
+    NaN and Inf are drawn as a question mark.
     """
     count = min(width, len(values))
     bounds = [round(i * len(values) / count) for i in range(count + 1)] if count else []
@@ -159,7 +159,7 @@ def _state(folder: Path) -> str:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Say whether a process writes to a folder, which it holds the lock of."""
+    """Return whether a process writes to a folder, whose lock it then holds."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -30,7 +30,7 @@ NEEDED = {
     "CAVIA": "Take model=context_mlp for curves, or model=conv4 model.context=100 for images.",
     "MAMLPlusPlus": "Take model=conv4 model.norm=running, or algorithm.norm=null for models without batch norm.",
 }
-"""What to change if an algorithm cannot be built."""
+"""The change to make if an algorithm cannot be built, by its class."""
 
 
 class Splits(NamedTuple):
@@ -65,9 +65,9 @@ def build(
     """Build the object that a config names, and first the objects that are its arguments.
 
     Args:
-        config: A target and its arguments. The `args` of a custom target are arguments too.
+        config: A target and its arguments, including the `args` of a custom target.
         args: Arguments that come first.
-        allow: Packages whose targets are built in addition to those of `ALLOWED`.
+        allow: Further packages whose targets are built, in addition to `ALLOWED`.
         key: The key of the config on the command line, for errors.
 
     Raises:
@@ -172,7 +172,7 @@ def device(config: Config) -> torch.device:
     """Return the device of a run.
 
     Raises:
-        ValueError: CUDA was asked for and there is none.
+        ValueError: The config chooses CUDA and there is none.
     """
     available = torch.cuda.is_available()
     if config.device is Device.cuda and not available:

@@ -36,7 +36,7 @@ FREE = (
 
 VERSION = 1
 SEAL = b"\nmetagrad checkpoint %d sha256 "
-"""What separates a torch archive from the hexadecimal SHA-256 digest of its bytes, given the version."""
+"""The bytes between a torch archive and the hexadecimal SHA-256 digest of the archive, given the version."""
 
 
 def random_state() -> dict[str, Any]:
@@ -54,15 +54,15 @@ def save(
     skipped: int = 0,
     random: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write the state after `step` iterations; a crash leaves the old file or the new one, whole.
+    """Write the state after `step` iterations. A crash leaves either the old file or the new one, whole.
 
     Args:
         path: The file.
-        parts: What has a state.
+        parts: The objects with a state.
         step: The iterations done.
         config: The configuration, as plain values.
         skipped: Tasks left out since metrics were last written.
-        random: The `random_state` of every process of the run; None where there is this one alone.
+        random: The `random_state` of every process of the run. None if there is only this process.
     """
     content = io.BytesIO()  # torch.save into a file says of a full disk "unexpected pos 64 vs 0"
     torch.save(_state(parts, step, config, skipped, random or [random_state()]), content)
@@ -95,11 +95,11 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any], rank: int = 0) -> int:
-    """Put a run into a saved state, that of one of its processes, and return the number of iterations done.
+    """Load the saved state of one process into a run, and return the number of iterations done.
 
     Raises:
-        ValueError: The checkpoint is of another configuration or model, and the message names what differs; or it is
-            beyond the last iteration.
+        ValueError: The checkpoint belongs to another configuration or model (the message names the differences), or
+            it is beyond the last iteration.
     """
     _refuse("configuration", _flat(_trajectory(state["config"])), _flat(_trajectory(config)))
     _refuse("model", state["fingerprint"], fingerprint(parts.module))

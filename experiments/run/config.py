@@ -64,8 +64,8 @@ SCHEMAS: dict[str, dict[str, type]] = {
 def register() -> None:
     """Store the schemas, once, where the defaults lists of `conf/` find them, as `schema/GROUP/NAME`.
 
-    Those of optimizers are options by themselves, with the defaults of the library, where `conf/` has no file of the
-    name.
+    The schemas of optimizers are options themselves, with the defaults of the library, unless `conf/` has a file of
+    the same name.
     """
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
@@ -80,7 +80,7 @@ def register() -> None:
 
 
 def _open(schema: type) -> Any:
-    """Let `args` of custom targets have any key."""
+    """Return a schema that accepts any key in the `args` of a custom target."""
     node = OmegaConf.structured(schema)
     if issubclass(schema, Custom):
         OmegaConf.set_struct(node.args, False)
@@ -135,7 +135,7 @@ def settle(call: str, config: Config) -> None:
     """Set what an experiment chooses for any algorithm, inner rule and steps, to null where the algorithm has none.
 
     Raises:
-        ValueError: It is another one than gradient descent, so that somebody has asked for it.
+        ValueError: The inner rule is not gradient descent, so the user has chosen it.
     """
     algorithm, own = config.algorithm, own_keys(config.algorithm)
     if "args" in own:
@@ -158,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_keys(call: str, node: Any, prefix: str = "") -> None:
-    """Refuse what `+key=value` adds, which Hydra lets through."""
+    """Raise `ValueError` for keys added by `+key=value`, which Hydra accepts."""
     known = [item.name for item in fields(node)]
     for name, value in vars(node).items():
         if name not in known:
@@ -181,7 +181,7 @@ def check_counts(call: str, node: Any, prefix: str = "") -> None:
 
 
 def check_least(call: str, least: dict[str, tuple[int, int]]) -> None:
-    """Refuse counts, by name, that are below what they must be at least, or no integers of 64 bits."""
+    """Raise `ValueError` unless every count, by name, is at least its minimum and fits into 64 bits."""
     for name, (value, smallest) in least.items():
         if value < smallest:
             raise ValueError(f"{call}: {name} must be at least {smallest}, got {value}.")

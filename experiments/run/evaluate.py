@@ -63,11 +63,11 @@ def evaluate(
 ) -> dict[str, Interval]:
     """Adapt to tasks in chunks and return query metrics before and after `steps` inner steps.
 
-    Of several processes each evaluates its share of every chunk, and all return the same.
+    Each process evaluates its share of every chunk, and all processes return the same values.
 
     Returns:
-        `query_loss_before`, `query_loss`, and for classification `accuracy_before(%)`, `accuracy(%)`; without those
-        before where `steps` is None, which is of algorithms that have none.
+        `query_loss_before`, `query_loss`, and for classification `accuracy_before(%)`, `accuracy(%)`. Without the two
+        values before adaptation if `steps` is None, for algorithms without inner steps.
     """
     ranks = ranks or Ranks()
     judged = {"_before": 0, "": steps} if steps is not None else {"": None}
@@ -107,13 +107,13 @@ def accuracies(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def is_classification(labels: Tensor) -> bool:
-    """Tell labels from real-valued targets."""
+    """Return whether labels are classes instead of real-valued targets."""
     return not labels.is_floating_point()
 
 
 @contextlib.contextmanager
 def _policy_of_norms(algorithm: Algorithm) -> Iterator[None]:
-    """Let an algorithm with a policy of normalisation follow that of evaluation."""
+    """Set an algorithm with a `norm` policy to evaluation mode inside the context."""
     if not isinstance(algorithm, nn.Module) or getattr(algorithm, "norm", None) is None:
         yield
         return
@@ -135,7 +135,7 @@ def _judge(algorithm: Algorithm, batch: Batch, steps: int | None, suffix: str) -
     except FloatingPointError:
         if getattr(algorithm, "nonfinite", "raise") != "skip":
             raise
-        # Of all tasks, which are fewer where there are more processes; of some, their losses say so.
+        # All tasks of this process failed. If only some fail, their losses are NaN already.
         return dict.fromkeys(names, torch.full((batch.num_tasks,), math.nan))
     metrics = {names[0]: out.query_losses}
     if is_labelled:

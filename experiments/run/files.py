@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, so that a crash leaves what was there before; and where data is."""
+"""Atomic writes, so that a crash leaves the previous file, and the paths of data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def data_file(name: str) -> Path:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """Return rows of cells, the first of which is the header, as a table."""
+    """Return rows of cells as a Markdown table. The first row is the header."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], f"|{' --- |' * len(rows[0])}", *lines[1:]])
 
@@ -35,7 +35,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file, on the disk when this returns.
 
     Raises:
-        OSError: It cannot be written; the message names it.
+        OSError: The file cannot be written. The message names it.
     """
     temporary = path.with_suffix(".tmp")
     try:

@@ -24,7 +24,7 @@ CLASSIFIERS = (mg.ProtoMAML, mg.ProtoNet, mg.R2D2)
 
 @torch.no_grad()
 def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
-    """Compute the loss of the model on one task; random states, buffers and parameters stay the same.
+    """Compute the loss of the model on one task. Random states, buffers and parameters stay the same.
 
     Args:
         call: The name of the program in errors.

@@ -1,6 +1,6 @@
 """`--help` of a program: a sentence for each of its groups and keys, with the values that the command line composes.
 
-What is said of a key is the metadata of its field, or, of an argument of a target, what the target's docstring says.
+The sentence of a key is in the metadata of its field. For an argument of a target, it is in the target's docstring.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def text(name: str, module: str, arguments: list[str]) -> str:
     Args:
         name: The config of the program, `conf/NAME.yaml`.
         module: How it is started, as `experiments.train`.
-        arguments: The command line; its overrides are in the values that are shown.
+        arguments: The command line, whose overrides change the values shown.
     """
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -68,7 +68,7 @@ def text(name: str, module: str, arguments: list[str]) -> str:
 
 
 def undocumented(config: DictConfig) -> list[str]:
-    """Return the keys of a config of which nothing is said."""
+    """Return the keys of a config that have no sentence."""
     return [line.strip() for line in _keys(config) if " = " in line and "  #" not in line]
 
 
@@ -76,7 +76,7 @@ def arguments_of(target: str) -> dict[str, str]:
     """Return what the docstring of a class or function says of its arguments, a sentence of each."""
     try:
         said = inspect.getdoc(get_object(target)) or ""
-    except Exception:  # a target that does not exist is refused when it is built
+    except Exception:  # building the target raises the error later
         return {}
     block = re.split(r"\n(?=\S)", said.partition("Args:\n")[2])[0]
     entries = re.findall(r"^ {2,4}\*{0,2}(\w+)(?: \(.*?\))?: *((?:.|\n {5,})*)", block, re.MULTILINE)
@@ -107,7 +107,7 @@ def _options(group: str) -> list[str]:
 
 
 def _keys(node: DictConfig, path: str = "") -> Iterator[str]:
-    """Yield a line for each key of a node, and then those of the nodes in it."""
+    """Yield a line for each key of a node, and then the lines of its inner nodes."""
     said, inner = _said(node), []
     for key in map(str, node):
         value = None if OmegaConf.is_missing(node, key) else node[key]

@@ -60,13 +60,13 @@ class RunError(CompactHydraException):
 
 
 def launch(program: Callable[[], object], config: str | None = None, module: str = "") -> None:
-    """Run a program to its end: what goes wrong for a reason the user can see is one sentence, and exit status 1.
+    """Run a program. An error that the user can understand is printed as one sentence, with exit status 1.
 
     `HYDRA_FULL_ERROR=1` shows tracebacks.
 
     Args:
-        program: What to run.
-        config: The name of its config, whose groups and keys `--help` prints; None where it has its own help.
+        program: The program.
+        config: The name of its config, whose groups and keys `--help` prints. None if the program has its own help.
         module: How it is started.
     """
     if config is not None and {"-h", "--help"} & set(sys.argv[1:]):
@@ -74,8 +74,8 @@ def launch(program: Callable[[], object], config: str | None = None, module: str
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         program()
         return
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra shall raise what goes wrong, not print it
-    logging.raiseExceptions = False  # a full disk or a closed pipe fails at the next write of the run itself
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
+    logging.raiseExceptions = False  # if the disk is full, the next write of the run itself raises
     try:
         program()
     except KeyboardInterrupt as stop:
@@ -97,7 +97,7 @@ def _print_help(config: str, module: str) -> None:
 
 
 def explained(error: BaseException) -> str | None:
-    """Return what to tell the user of an error; None of a bug."""
+    """Return the message that the user sees for an error. None for a bug."""
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "Interrupted."
     if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename:
@@ -119,7 +119,7 @@ def explained(error: BaseException) -> str | None:
 
 
 def seed_everything(seed: int, threads: int | None, *, anomaly: bool = False) -> None:
-    """Set the global random states and flags of torch; jobs of a sweep share a process."""
+    """Set the global random states and flags of torch, since the jobs of a sweep share a process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -129,7 +129,7 @@ def seed_everything(seed: int, threads: int | None, *, anomaly: bool = False) ->
 
 @contextlib.contextmanager
 def failures_reported(folder: Path, log: logging.Logger) -> Iterator[None]:
-    """Put what goes wrong in a job into its log, with the traceback, and into its folder.
+    """Write the error of a job into its log, with the traceback, and into its folder.
 
     A folder that held a run before this one stays as it is, unless this one has claimed it.
 
@@ -155,12 +155,12 @@ def failures_reported(folder: Path, log: logging.Logger) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed(folder: Path, *, is_resumed: bool = False, how_to_go_on: str = "") -> Iterator[None]:
-    """Make a folder that of this run alone, while it runs; how it ends early is in its `failure.txt`.
+    """Lock a folder for this run. If the run ends early, `failure.txt` says why.
 
     Args:
-        folder: Where the run writes.
-        is_resumed: The run goes on with the one that the folder holds.
-        how_to_go_on: What to say of it where a signal ends the run and there is a checkpoint.
+        folder: The folder that the run writes to.
+        is_resumed: True if the run resumes the run in the folder.
+        how_to_go_on: Printed if a signal ends the run and there is a checkpoint.
 
     Raises:
         ValueError: Another process writes to the folder, or it holds a run already.
@@ -186,7 +186,7 @@ def claimed(folder: Path, *, is_resumed: bool = False, how_to_go_on: str = "") -
 
 
 def holds_run(folder: Path) -> bool:
-    """Say whether a run has left something in a folder that another would destroy."""
+    """Return whether a folder holds the results of a run, which another run would destroy."""
     return (folder / result.FILE).exists() or any((folder / "checkpoints").glob("*.pt"))
 
 
@@ -200,7 +200,7 @@ OmegaConf.register_new_resolver("record", _record, replace=True)  # also in the 
 
 
 def _is_taken(folder: Path) -> bool:
-    """Say whether a folder holds a run, or another process is writing to it."""
+    """Return whether a folder holds a run, or another process is writing to it."""
     if holds_run(folder):
         return True
     try:
@@ -212,7 +212,7 @@ def _is_taken(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, where its file system has locks; the system frees it however the process ends."""
+    """Hold the lock of a folder, if its file system has locks. The system releases it when the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -234,7 +234,7 @@ def _note(folder: Path, error: BaseException) -> None:
 
 
 def _log(log: logging.Logger, message: str, error: BaseException) -> None:
-    """Write an error to the log's file with its traceback; of a sweep, whose jobs go on, to the terminal as well."""
+    """Write an error and its traceback to the log file. In a sweep, print the error to the terminal in addition."""
     trace = (type(error), error, error.__traceback__)
     for handler in logging.getLogger().handlers:
         is_file = isinstance(handler, logging.FileHandler)
@@ -255,7 +255,7 @@ def _failed_in_sweep() -> str:
 
 
 def _of_override(error: BaseException) -> str | None:
-    """Return what is wrong with a setting that was given, if that is what the error says."""
+    """Return the message for an incorrect setting. None for any other error."""
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return f"There is no {group}={name}; the options are {', '.join(error.options)}."

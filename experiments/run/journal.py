@@ -1,4 +1,4 @@
-"""The journal of a run: what training computes, what it costs, and the mirror of both."""
+"""The journal of a run: metrics, costs, and their mirror."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Silent:
         """Receive the memory of the first steps."""
 
     def save(self, parts: Parts, **state: Any) -> None:
-        """Receive a state to go on from."""
+        """Receive a state to resume from."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the metrics that are written: none."""
@@ -44,12 +44,12 @@ class Silent:
 class Journal(Silent):
     """Write metrics and costs of a run.
 
-    `metrics.jsonl` is a function of configuration and seed alone: a run and its interrupted twin have the
-    same bytes. Times and memory, which differ, go to `costs.jsonl`.
+    `metrics.jsonl` depends only on configuration and seed, so an interrupted and resumed run has the same bytes.
+    Times and memory differ between runs and are in `costs.jsonl`.
 
     Args:
         folder: The run folder.
-        mirror: Where everything is shown as well.
+        mirror: Receives the same values.
         until: The step the run starts from.
     """
 
@@ -72,7 +72,7 @@ class Journal(Silent):
         write_text((self.folder / MEMORY).with_suffix(".jsonl"), "".join(rows))
 
     def save(self, parts: Parts, **state: Any) -> None:
-        """Write a checkpoint, once the metrics before it are on the disk; see `checkpoint.save`."""
+        """Write a checkpoint, after the metrics before it are on the disk."""
         self._metrics.sync()
         checkpoint.save(self.folder / checkpoint.FILE, parts, **state)
 

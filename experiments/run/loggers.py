@@ -1,4 +1,4 @@
-"""Mirrors of a run: what they receive, TensorBoard, and Weights & Biases."""
+"""Mirrors of a run: the interface, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Mirror:
 
 
 def imported(module: str, package: str) -> Any:
-    """Return a module; None, with one warning, where the package that has it is not installed."""
+    """Return a module. If its package is not installed, warn once and return None."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -91,7 +91,7 @@ class TensorBoardMirror(Mirror):
 def opened_tensorboard(
     config: Logger, folder: Path, settings: Mapping[str, Any], resumed_at: int | None
 ) -> Iterator[Mirror]:
-    """Open the mirror of a run, in its folder; of a continued one, TensorBoard hides the steps that are run again."""
+    """Open the mirror of a run in its folder. For a resumed run, TensorBoard hides the steps that run again."""
     tensorboard = imported("torch.utils.tensorboard", "tensorboard")
     if tensorboard is None:
         yield Mirror()
@@ -142,11 +142,11 @@ def opened_wandb(
 ) -> Iterator[Mirror]:
     """Open the mirror of a run.
 
-    A run that goes on in its folder is the same wandb run, whose offline parts `wandb sync` uploads in order; in
-    another it is a new one. Notes and config say where either continues.
+    A run that is resumed in its folder is the same wandb run. `wandb sync` uploads its offline parts in order. In
+    another folder it is a new wandb run. Notes and config hold the step of the checkpoint.
 
     Raises:
-        ValueError: wandb refuses what it is asked for.
+        ValueError: wandb does not accept the configuration.
     """
     wandb = imported("wandb", "wandb")
     if wandb is None:
@@ -210,15 +210,15 @@ OPENED = {
 def open_mirror(
     config: Logger, folder: Path, settings: Mapping[str, Any], *, resumed_at: int | None
 ) -> AbstractContextManager[Mirror]:
-    """Open the mirror that the config asks for.
+    """Open the mirror that the config names.
 
     Args:
         config: Which, and what wandb is told of the run.
-        folder: Of the run.
+        folder: The run folder.
         settings: The configuration, as a mirror shows it.
-        resumed_at: The step that a continued run starts from; None of a new one.
+        resumed_at: The step of the checkpoint of a resumed run. None for a new run.
 
     Raises:
-        ValueError: wandb refuses what it is asked for.
+        ValueError: wandb does not accept the configuration.
     """
     return OPENED[config.name](config, folder, settings, resumed_at)

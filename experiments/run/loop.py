@@ -37,7 +37,7 @@ MIB = 2**20
 
 @dataclass
 class Run:
-    """A run in progress; `step` counts the iterations done."""
+    """A run in progress, after `step` iterations."""
 
     config: Config
     parts: Parts
@@ -71,7 +71,7 @@ def train(run: Run) -> None:
 def outer_step(
     run: Run, tracker: mg.MemoryTracker | None
 ) -> tuple[mg.tasks.Batch, mg.meta.MetaOutput | None]:
-    """Sample tasks, adapt to them, and move the meta-parameters; None is as of `outer.step`."""
+    """Sample tasks, adapt to them, and update the meta-parameters. The output is None as for `outer.step`."""
     with nullcontext() if tracker is None else tracker.outer(run.step):
         with _phase(tracker, "sample"):
             source = run.parts.generator
@@ -130,7 +130,7 @@ def _advance(run: Run, bar: Progress[Any], *, until: int, tracker: mg.MemoryTrac
 
 
 def _iterate(run: Run, bar: Progress[Any], tracker: mg.MemoryTracker | None) -> None:
-    """Take one outer step and record it; on return its batch and output are free."""
+    """Take one outer step and record it. On return its batch and output are free."""
     start = time.perf_counter()
     batch, out = outer_step(run, tracker)
     if (advance := getattr(run.parts.algorithm, "advance", None)) is not None:

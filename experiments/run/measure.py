@@ -18,14 +18,14 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Return the most bytes that torch's allocator held during a call, beyond what it held before.
+    """Return the peak of bytes held by torch's allocator during a call, minus the bytes held before.
 
-    What a ``TorchDispatchMode`` cannot see is counted: matrices that a kernel makes dense for itself. Scratch space
-    of libraries (MKL, cuSPARSE) is not.
+    Memory inside kernels is counted, which a ``TorchDispatchMode`` cannot see, such as matrices that a kernel
+    densifies. Scratch space of libraries (MKL, cuSPARSE) is not counted.
 
     Args:
-        call: What to run.
-        device: Whose memory to count.
+        call: The function to run.
+        device: The device whose memory is counted.
 
     Example:
         >>> peak_bytes(lambda: torch.zeros(1000) + torch.zeros(1000))
@@ -48,8 +48,8 @@ def held_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
     """Return the bytes that the result of a call holds, with its graph, and that were not there before.
 
     Args:
-        call: What to run.
-        device: Whose memory to count.
+        call: The function to run.
+        device: The device whose memory is counted.
 
     Example:
         >>> x = torch.zeros(1000, requires_grad=True)
@@ -69,7 +69,7 @@ def held_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
 
 
 def changes(call: Callable[[], object]) -> tuple[object, list[int]]:
-    """Return the result of a call, and what it allocated and freed on the CPU, in order."""
+    """Return the result of a call and its allocations on the CPU in order, in bytes. Frees are negative."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -85,7 +85,7 @@ def cpu_seconds(call: Callable[[], object], calls: int = 1) -> float:
     """Return the CPU seconds of the fastest of some calls.
 
     Args:
-        call: What to run.
+        call: The function to run.
         calls: How often.
     """
     found = []
@@ -102,14 +102,14 @@ ROOT = Path(__file__).parents[2]
 def answered(
     module: str, line: str, *, threads: int, limit: float, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Have a fresh process answer; one that fails or takes longer than `limit` seconds is a refusal.
+    """Return the answer of a fresh process, or why it gave none: it failed or took longer than `limit` seconds.
 
     Args:
-        module: What it runs, by `python -m`.
+        module: The module to run, as for `python -m`.
         line: The request.
-        threads: Of OpenMP and MKL.
+        threads: Number of threads of OpenMP and MKL.
         limit: Seconds.
-        environment: Variables beside those of this process.
+        environment: Environment variables, in addition to the variables of this process.
     """
     command, pipe = [sys.executable, "-m", module], subprocess.PIPE
     variables = {

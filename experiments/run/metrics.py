@@ -1,4 +1,4 @@
-"""The metrics of a run as JSON Lines, one object per logged step; names are `group/name(unit)`."""
+"""The metrics of a run as JSON Lines, with one object per logged step and names of the form `group/name(unit)`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class JsonLines:
-    """Append rows to a file, flushed one by one.
+    """Append rows to a file and flush after each row.
 
     Floats are written as `repr` does, which loses nothing.
 
     Args:
         path: The file.
-        until: Keep rows with `step` up to this one and drop the rest, as a resumed run must; 0 starts afresh.
+        until: Keep rows up to this `step` and drop later ones, for a resumed run. 0 starts an empty file.
     """
 
     def __init__(self, path: Path, *, until: int = 0) -> None:
@@ -43,7 +43,7 @@ class JsonLines:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of a file; a line cut off by a crash ends it, a missing file has none."""
+    """Return the complete rows of a file. A line cut off by a crash ends the file, and a missing file has no rows."""
     return list(_rows(path)) if path.exists() else []
 
 
@@ -65,10 +65,10 @@ def series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float
 
 
 def value_of(name: str, values: Mapping[str, float]) -> float:
-    """Return the value of a metric; its unit may be left out of the name.
+    """Return the value of a metric, with or without the unit in its name.
 
     Raises:
-        ValueError: There is no such metric; the message names those there are.
+        ValueError: There is no such metric. The message names all metrics.
     """
     found = [value for known, value in values.items() if name in (known, known.partition("(")[0])]
     if not found:
@@ -83,7 +83,7 @@ def last_values(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def check_metric(name: str, rows: list[dict[str, Any]]) -> None:
-    """Refuse a metric that will not be there at the end, as far as the first validation can tell.
+    """Raise `ValueError` for a metric that the first validation does not have and the end of the run will not have.
 
     Raises:
         ValueError: As `value_of`.

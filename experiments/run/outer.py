@@ -23,8 +23,9 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 def step(parts: Parts, batch: Batch, phase: Phase, ranks: Ranks | None = None) -> MetaOutput | None:
     """Adapt to the tasks of a batch, move the meta-parameters, and return what the algorithm returned before it.
 
-    Of several processes each has a share of the batch, and all move by the gradient of the whole. Where tasks that
-    are not finite are left out, None says that this process has no other ones; then it moves by those of the others.
+    Each process has a share of the batch, and all processes use the gradient of the whole batch. If
+    `nonfinite="skip"` and no task of this process is finite, the result is None and the process uses the gradient
+    of the other processes.
     """
     if parts.takes_closure:
         return _step_by_closure(parts, batch, phase)
@@ -51,7 +52,7 @@ def step(parts: Parts, batch: Batch, phase: Phase, ranks: Ranks | None = None) -
 
 @contextmanager
 def _noted(failures: list[FloatingPointError]) -> Iterator[None]:
-    """Note that no task of this process is finite, for the others to go on."""
+    """Record that no task of this process is finite, so that the other processes can continue."""
     try:
         yield
     except FloatingPointError as error:
@@ -83,8 +84,8 @@ def _step_by_closure(parts: Parts, batch: Batch, phase: Phase) -> MetaOutput:
 def known_loss(parts: Parts, batch: Batch, out: MetaOutput) -> Tensor:
     """Return the loss as one call of the loss function where that is the same number.
 
-    Methods by the Gauss-Newton or Fisher matrix look for such a call, on predictions that are no batch of `vmap`. It
-    is the same for a mean over examples, of which every task has as many.
+    Gauss-Newton and Fisher methods look for one call of the loss, on predictions without a `vmap` axis. The value is
+    the same for a mean over examples if every task has as many examples.
     """
     kept = ~out.skipped
     predictions, targets = out.query_outputs[kept], batch.query.y[kept]

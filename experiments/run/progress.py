@@ -1,6 +1,6 @@
 """How far work has come, and the time left: a bar in a terminal, lines on standard error elsewhere.
 
-Standard output is left to tables, so that `python -m experiments.benchmarks.maml > bench.txt` has those alone.
+Standard output is only for tables, so that `python -m experiments.benchmarks.maml > bench.txt` writes only these.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Generic, TypeVar
 from tqdm import tqdm
 
 FIRST, EVERY = 5.0, 30.0
-"""Seconds before the first line and between lines; work that is done before the first has none."""
+"""Seconds before the first line and between lines. Shorter work prints no line."""
 LINE = "{desc}{n:.0f} of {total:.0f} {unit}s, {percentage:.0f} %, {elapsed} taken, {remaining} left{postfix}"
 
 T = TypeVar("T")
 
 
 class Lines:
-    """A file for a bar where there is no terminal: what it draws, as lines, one in `EVERY` seconds."""
+    """A file that receives the progress bar if there is no terminal, and prints a line every `EVERY` seconds."""
 
     def __init__(self) -> None:
         self._due, self._shown, self._last = time.monotonic() + FIRST, "", ""
@@ -38,12 +38,12 @@ class Lines:
 
 
 class Progress(tqdm, Generic[T]):
-    """A progress bar with the time left; without a terminal, lines of the same.
+    """A progress bar with the time left. Without a terminal, the bar is printed as lines.
 
     Args:
-        over: What is iterated over; None if `update()` counts.
-        total: How much there is; None is the length of `over`.
-        unit: What is counted, in the singular.
+        over: The iterable. None if `update()` counts.
+        total: The number of items. None for the length of `over`.
+        unit: The name of an item, in the singular.
         initial: How much was done before.
         hidden: Whether to show nothing, as in all processes of a run but one.
         leave: Whether the bar stays when all is done.

@@ -17,7 +17,7 @@ FILE = "provenance.json"
 
 
 def write(folder: Path, *, seed: int, processes: int = 1, resumed: dict[str, Any] | None = None) -> None:
-    """Write `provenance.json`; a resumed run appends itself to the file of the run it continues."""
+    """Write `provenance.json`. A resumed run appends its record to the file of the original run."""
     path = folder / FILE
     record = start(seed, processes)
     if resumed is not None:
@@ -28,7 +28,7 @@ def write(folder: Path, *, seed: int, processes: int = 1, resumed: dict[str, Any
 
 
 def start(seed: int, processes: int = 1) -> dict[str, Any]:
-    """Return what is known of a run, of as many processes, when it starts."""
+    """Return the record of a run of several processes when it starts."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -40,7 +40,7 @@ def start(seed: int, processes: int = 1) -> dict[str, Any]:
 
 
 def git(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the checkout around a folder and whether it has changes; None without git."""
+    """Return the commit of the checkout around a folder and whether it has changes. None without git."""
     commit, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain")
     return None if commit is None or changes is None else {"commit": commit, "dirty": changes != ""}
 

@@ -1,7 +1,7 @@
 """Several processes of one run, as `torchrun` starts them: each has a share of the tasks, and the first one writes.
 
-A run asks its `Ranks` for everything that concerns more than one process. Where there is one alone they change
-nothing and communicate nothing.
+A run calls its `Ranks` for everything that involves several processes. If there is only one process, the methods
+change and communicate nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SILENT = ("hydra.output_subdir=null", "hydra/job_logging=disabled")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run; by default there is this one alone.
+    """The processes of a run. The default is only this process.
 
     Attributes:
-        group: What they communicate through.
+        group: The process group that communicates.
     """
 
     group: dist.ProcessGroup | None = None
@@ -62,7 +62,7 @@ class Ranks:
         return self.rank == 0
 
     def check(self, config: Config, parts: Parts) -> None:
-        """Refuse what several processes cannot compute together.
+        """Raise for a run that several processes cannot compute together.
 
         Raises:
             ValueError: There are too few tasks, or the optimizer needs more than the averaged gradient.
@@ -82,13 +82,13 @@ class Ranks:
             )
 
     def seed(self, seed: int) -> None:
-        """Give each process random numbers of its own, beside those of tasks and initialisation."""
+        """Seed each process differently, except for tasks and initialization."""
         if self.rank:
             state = np.random.SeedSequence(seed, spawn_key=(self.rank,)).generate_state(1, np.uint64)
             torch.manual_seed(int(state[0] >> np.uint64(1)))
 
     def share(self, batch: Batch) -> Batch:
-        """Return the tasks of this process; none where there are fewer tasks than processes."""
+        """Return the tasks of this process. The result is empty if there are fewer tasks than processes."""
         return batch if self.size == 1 else batch.select(share_of(batch.num_tasks, self.rank, self.size))
 
     @contextlib.contextmanager
@@ -143,13 +143,13 @@ def counted(out: MetaOutput) -> int:
 
 
 def is_launched() -> bool:
-    """Say whether `torchrun`, or whoever sets its variables, has started this process as one of several."""
+    """Return whether `torchrun`, or another launcher with its variables, started this process as one of several."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
 @contextlib.contextmanager
 def joined(uses_cuda: bool) -> Iterator[Ranks]:
-    """Join the processes of this run, if there are others; each has a CUDA device of its own.
+    """Join the processes of this run, if there are several. Each process has its own CUDA device.
 
     Raises:
         ValueError: There are fewer CUDA devices than processes.
@@ -178,11 +178,11 @@ def joined(uses_cuda: bool) -> Iterator[Ranks]:
 def command_line(arguments: Sequence[str]) -> list[str]:
     """Return the command line of this process, completed from the run folder it resumes, if any.
 
-    Of several processes all have one folder, `outputs/ID` by the id of the run unless it is given; those that
-    `torchrun --max-restarts` starts again go on from the last checkpoint there.
+    All processes have the same folder, by default `outputs/ID` with the id of the run. Processes that
+    `torchrun --max-restarts` restarts resume from the last checkpoint there.
 
     Raises:
-        ValueError: As `resume.command_line`; or it does not follow from the command line which folder is meant.
+        ValueError: As `resume.command_line`, or the command line does not determine the folder.
     """
     arguments = list(arguments)
     if not is_launched():
@@ -228,7 +228,7 @@ def _is_place(argument: str) -> bool:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Say in a sentence that another process has ended."""
+    """Raise one sentence if another process has ended."""
     try:
         yield
     except torch.OutOfMemoryError:

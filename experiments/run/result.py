@@ -73,7 +73,7 @@ def write(folder: Path, result: dict[str, Any]) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename the result of a run that goes on, after the step that it is of."""
+    """Rename the result of a run that is resumed, so that its name has the step."""
     file = folder / FILE
     if file.exists():
         step = json.loads(file.read_text())["step"]

@@ -1,10 +1,10 @@
-"""Continuing a run: `resume=FOLDER` goes on in that folder, `resume=FILE` starts a new run from a checkpoint.
+"""Resuming a run: `resume=FOLDER` continues in that folder, `resume=FILE` starts a new run from a checkpoint.
 
-A folder brings its own overrides along, so `python -m experiments.train resume=FOLDER` is the whole command;
-overrides given beside it win. A file is only a state: repeat the overrides of the run it comes from. A run
-that starts from a file inside a run folder takes that folder's metrics up to the checkpoint with it, and the
-folder stays as it is. `resume=auto` is for commands that are run again as they are, by a cluster that requeues a job
-or a sweep that is repeated into its folder: a run goes on from the checkpoint of its own folder, if there is one.
+A folder brings its own overrides, so `python -m experiments.train resume=FOLDER` is the whole command. Overrides on
+the command line take precedence. A file holds only a state, so repeat the overrides of its run. If the file is
+inside a run folder, the new run copies the metrics up to the checkpoint, and the folder stays the same.
+`resume=auto` is for commands that are repeated unchanged, by a cluster that requeues a job or by a sweep. It
+resumes from the checkpoint of the run's own folder, if there is one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def command_line(arguments: list[str]) -> list[str]:
     """Return the command line, completed from the run folder it resumes, if it resumes one.
 
     Raises:
-        ValueError: The folder is not a run folder, or a sweep or another folder is asked to continue it.
+        ValueError: The folder is not a run folder, or the command line has `-m` or another folder.
     """
     folder = _folder(arguments)
     if folder is None:
@@ -63,7 +63,7 @@ def checkpoint_file(path: str) -> Path:
 
 
 def is_in_place(path: str | None, folder: Path) -> bool:
-    """Say whether a run that resumes from a path goes on in the folder of the checkpoint."""
+    """Return whether a run that resumes from a path writes into the folder of the checkpoint."""
     return path is not None and checkpoint_file(path).resolve() == (folder / checkpoint.FILE).resolve()
 
 

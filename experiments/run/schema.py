@@ -1,4 +1,4 @@
-"""The schema of a run: every key and its type. Values live in `conf/`; Hydra refuses any other key."""
+"""The schema of a run: every key and its type. Values are in `conf/`. Hydra raises an error for any other key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 
 class Device(Enum):
-    """Where a run computes; `auto` is CUDA when there is one."""
+    """The device of a run. `auto` is CUDA if there is a CUDA device."""
 
     auto = "auto"
     cpu = "cpu"
@@ -18,7 +18,7 @@ class Device(Enum):
 
 
 class LoggerName(Enum):
-    """Where metrics are mirrored, beside the run folder."""
+    """The mirror of the metrics, in addition to the run folder."""
 
     wandb = "wandb"
     tensorboard = "tensorboard"
@@ -34,7 +34,7 @@ def key(sentence: str, default: Any = MISSING, *, least: int = 1) -> Any:
 class Target:
     """Something `build()` instantiates: the dotted name of a class or function, and its arguments.
 
-    What `--help` prints of its keys is what the docstring of the target says of its arguments.
+    `--help` prints the docstring of the target for each key.
     """
 
     _target_: str = key("What is built: a class or function, by its dotted name.")
@@ -51,7 +51,7 @@ class Custom:
 
 @dataclass
 class Loss(Target):
-    """A loss function of (prediction, target); regression when targets are floating point."""
+    """A loss function of (prediction, target). The task is a regression if targets are floating point."""
 
     _partial_: bool = True
 
@@ -91,7 +91,7 @@ class CustomModel(Model, Custom):
 
 @dataclass
 class InnerRule(Target):
-    """The update rule of the inner loop; `experiments.run.schemas` has those of metagrad."""
+    """The update rule of the inner loop. `experiments.run.schemas` has the rules of metagrad."""
 
 
 @dataclass
@@ -106,9 +106,9 @@ class Hypergradient(Target):
 
 @dataclass
 class Algorithm(Target):
-    """A meta-learning algorithm; `experiments.run.schemas` has those of metagrad.
+    """A meta-learning algorithm. `experiments.run.schemas` has the algorithms of metagrad.
 
-    These are the keys that the program reads. What the target does not take among them is not passed on.
+    The program reads these keys. It passes on only the keys that the target takes.
     """
 
     inner: Any = key("The rule of the inner steps; null where the algorithm has none.", None)
@@ -135,7 +135,7 @@ class Optimizer(Target):
 
 @dataclass
 class CustomOptimizer(Optimizer, Custom):
-    """An optimizer of the user's; it gets a closure if its `step` requires one."""
+    """An optimizer of the user's. It receives a closure if its `step` requires one."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Schedule(Target):
 
 @dataclass
 class Constant(Schedule):
-    """The learning rate stays what it is."""
+    """A constant learning rate."""
 
     factor: float = MISSING
 
@@ -196,7 +196,7 @@ class Evaluate:
 
 @dataclass
 class Checkpoint:
-    """How often the state of a run is saved; it is also saved at its end, and where a signal ends it."""
+    """How often the state of a run is saved. It is also saved at the end, and when a signal ends the run."""
 
     every: int = key("Iterations from one checkpoint to the next.")
 
@@ -211,7 +211,7 @@ class Memory:
 
 @dataclass
 class Plots:
-    """What the plots show."""
+    """The content of the plots."""
 
     tasks: int = key("Tasks in the plot of adaptation.")
     steps: int = key("Inner steps in the plot of adaptation.")
@@ -219,7 +219,7 @@ class Plots:
 
 @dataclass
 class Program:
-    """What every program that trains has."""
+    """The keys of every program that trains."""
 
     seed: int = key("Of all random numbers.", least=0)
     device: Device = key("auto (CUDA where there is one), cpu or cuda.")

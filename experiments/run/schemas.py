@@ -96,9 +96,9 @@ def schema_of(
         target: Its dotted name.
         base: The schema that it extends.
         types: Types of keys by the first word of an annotation.
-        other: The type of the other keys; None leaves them out.
+        other: The type of the other keys. None leaves them out.
         without: Arguments that have no key.
-        defaults: Defaults that differ from those of the class.
+        defaults: Defaults that differ from the defaults of the class.
     """
     make = get_object(target)
     keys: dict[str, tuple[str, Any, Any]] = {"_target_": ("_target_", str, key("What is built.", target))}
@@ -137,7 +137,7 @@ ALGORITHM_KINDS = {
     "Nonfinite": str,
     "Sequence": list[str],
 }
-"""Types of keys by the first word of an annotation; the others may be anything, which the class checks."""
+"""Types of keys by the first word of an annotation. The other keys accept any value, which the class checks."""
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     name: schema_of(
@@ -197,7 +197,7 @@ TASK_KINDS = {
     "Range": list[float],
     "Sequence": Any,
 }
-"""Types of keys by the first word of an annotation; a `Count` is a number or a pair, `Inputs` columns of a table."""
+"""Types of keys by the first word of an annotation. A `Count` is a number or a pair, `Inputs` columns of a table."""
 
 TASKS: dict[str, type[Task]] = {
     name: schema_of(f"metagrad.tasks.{made}", Task, types=TASK_KINDS)
@@ -235,7 +235,7 @@ DATASETS: dict[str, type[Data]] = {
 
 
 LEFT_OUT = ("maximize", "foreach", "capturable", "differentiable", "fused", "group")
-"""Arguments that no program has a use for, and the processes of a run, which it knows by itself."""
+"""Arguments without a use in a program, and the process group, which a run knows already."""
 
 
 def _fits(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Signals that end a run: Ctrl-C, SIGTERM and SIGUSR1 (a cluster's, `kill`) and SIGHUP (a terminal that closes)."""
+"""Signals that end a run: Ctrl-C, SIGTERM and SIGUSR1 from `kill` or a cluster, SIGHUP from a closed terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended a run, which a sweep does not go on after."""
+    """A signal has ended a run. A sweep ends with it."""
 
     def __init__(self, number: int, message: str = "", *, at: str = "") -> None:
         super().__init__(message or f"Interrupted by {signal.Signals(number).name}{at and f' {at}'}.")
@@ -31,8 +31,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 PASSED_ON = 1.0
-"""Seconds within which a signal is one that has come before: a cluster may signal every process of a job, torchrun
-among them, which passes it on to those that have it already. A second SIGINT is that of a person."""
+"""Seconds within which the same signal counts once. A cluster may signal every process of a job, including torchrun,
+which passes the signal on. A second SIGINT comes from a person and counts."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ _deferred: Deferred | None = None
 
 @contextlib.contextmanager
 def signals_raised() -> Iterator[None]:
-    """Raise `Interrupted` where a signal arrives; threads other than the main one cannot, and leave signals alone."""
+    """Raise `Interrupted` when a signal arrives. Only the main thread can, so other threads ignore signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -66,7 +66,7 @@ def signals_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[Deferred]:
-    """Let a signal wait until it is looked for, as `number`; a second one is raised."""
+    """Defer a signal until the loop reads `number`. A second signal raises."""
     global _deferred
     _deferred = Deferred()
     try:

@@ -1,8 +1,8 @@
 """Every algorithm for the same seconds: `python -m experiments.studies.algorithms [KEY=VALUE ...]`.
 
-Each algorithm trains on tasks of a protocol for so many seconds of CPU, and adapts to new tasks by some numbers
-of inner steps; one that fits a head in closed form has none, and is evaluated once. `curves.json` is what the
-pages of the site draw.
+Each algorithm trains on the tasks of a protocol for a fixed number of CPU seconds. It then adapts to new tasks with
+different numbers of inner steps. An algorithm with a closed-form head has no inner steps and is evaluated once. The
+pages of the site draw `curves.json`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from experiments.run.schema import Config, key
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell
 
 MEASURES = {"accuracy(%)": "accuracy (%)", "query_loss": "squared error"}
-"""What is measured of classification and of regression, and what an axis calls it."""
+"""The metrics of classification and of regression, and the axis label of each metric."""
 BEFORE = {"accuracy(%)": "accuracy_before(%)", "query_loss": "query_loss_before"}
 
 
 @dataclass
 class Protocol:
-    """What algorithms learn, and for how long."""
+    """The tasks, the model, and the training time of a protocol."""
 
     title: str = key("What a figure calls it.")
     seconds: float = key("Seconds of CPU that an algorithm trains.")
@@ -57,7 +57,7 @@ def check(config: AlgorithmsConfig) -> None:
 
 
 def cells(config: AlgorithmsConfig) -> list[Cell]:
-    """Return every algorithm of every protocol; all of a seed before the next."""
+    """Return every algorithm of every protocol. Seeds are the outer loop."""
     return [
         Cell(f"{name}/{algorithm}", seed, partial(evaluated, config, protocol, algorithm))
         for seed in config.seeds
@@ -105,7 +105,7 @@ def _on_new_tasks(
 
 
 def trained(parts: build.Parts, tasks: Any, meta_batch: int, seconds: float) -> int:
-    """Train for so many seconds of CPU; return the number of outer steps."""
+    """Train for a number of CPU seconds, and return the number of outer steps."""
     advance: Callable[[], object] = getattr(parts.algorithm, "advance", lambda: None)
     began, number = time.process_time(), 0
     while time.process_time() - began < seconds:

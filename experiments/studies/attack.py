@@ -11,7 +11,7 @@ gives to the unlabelled nodes of the clean graph (Meta-Self). Each meta-gradient
 raises the loss most to first order. Zügner, Günnemann, "Adversarial attacks on graph neural networks via meta
 learning", ICLR 2019, algorithm 2, without its test of the degree distribution. The candidates are the edges and a
 block of pairs that are no edges. After each flip the better half of the block stays and the rest is drawn again
-(Geisler et al., NeurIPS 2021, section 3), so memory grows with the candidates, not with all pairs of nodes.
+(Geisler et al., NeurIPS 2021, section 3). So memory grows with the candidates, not with all pairs of nodes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Surrogate:
         return last @ (matrix @ (words @ params["weight"]))
 
     def trained(self, params: Params, matrix: Any, words: Any, graph: Citations) -> Params:
-        """Train on the training nodes; differentiable with respect to the matrix where gradients are enabled."""
+        """Train on the training nodes. The result is differentiable in the matrix if gradients are enabled."""
         rule = mg.optim.rules.sgd(lr=self.lr, momentum=self.momentum)
         labels = graph.labels[graph.train]
 
@@ -111,7 +111,7 @@ class AttackConfig(StudyConfig):
 
 
 class Metattack:
-    """A graph whose edges are flipped one by one; ``block`` is the number of candidates that are no edges."""
+    """A graph whose edges are flipped in turn. ``block`` is the number of candidate pairs without an edge."""
 
     def __init__(self, graph: Citations, surrogate: Surrogate, *, block: int, seed: int) -> None:
         self.graph, self.surrogate, self.block = graph, surrogate, block
@@ -141,7 +141,7 @@ class Metattack:
         return pairs_of(keys, self.graph.nodes), (torch.arange(len(keys)) < len(self.edges)).float()
 
     def gradient(self, build: Any, pairs: Tensor, weights: Tensor, memory: Any = None) -> Tensor:
-        """Return the gradient of the attack's loss; ``build`` makes a sparse or dense matrix of weighted pairs."""
+        """Return the gradient of the attack's loss. ``build`` makes a sparse or dense matrix of weighted pairs."""
         graph, surrogate = self.graph, replace(self.surrogate, memory=memory or self.surrogate.memory)
         build = partial(build, pairs, nodes=graph.nodes)
         return surrogate.meta_gradient(graph, self.start(), self.target, build, weights)
@@ -304,7 +304,7 @@ def memory(attack: Metattack) -> dict[str, int]:
 def evaluate(
     graph: Citations, poisoned: dict[int, Tensor], config: AttackConfig, seed: int
 ) -> dict[str, dict[str, Any]]:
-    """Train networks on every graph; return by name the flipped edges and the accuracy of each network."""
+    """Train networks on every graph, and return by name the flipped edges and the accuracy of each network."""
     generator = torch.Generator().manual_seed(seed)
     edges = keys_of(graph.pairs, graph.nodes)
     graphs: dict[str, tuple[int, Tensor, Tensor | None]] = {"clean": (0, graph.pairs, None)}

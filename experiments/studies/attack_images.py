@@ -76,7 +76,7 @@ class ImagesConfig(StudyConfig):
 
 
 def characters(config: ImagesConfig, seed: int) -> tuple[Examples, Examples]:
-    """Draw characters and the people whose drawings are held out; return training and test images."""
+    """Draw characters and the writers whose images are held out, and return training and test images."""
     generator = torch.Generator().manual_seed(seed)
     images = omniglot.load("background", config.classes, generator=generator, key="attack_images: classes")
     order = torch.randperm(DRAWERS, generator=generator)
@@ -85,7 +85,7 @@ def characters(config: ImagesConfig, seed: int) -> tuple[Examples, Examples]:
 
 
 def network(classes: int, width: int, size: int) -> nn.Sequential:
-    """Return three convolutions that halve the image, and a linear layer; smooth, so it has second derivatives."""
+    """Return a smooth network of three convolutions that halve the image, and a linear layer."""
     layers: list[nn.Module] = []
     for before, after, kernel in ((1, width, 5), (width, 2 * width, 3), (2 * width, 2 * width, 3)):
         layers += [nn.Conv2d(before, after, kernel, stride=2, padding=kernel // 2), nn.Softplus(SHARPNESS)]
@@ -142,7 +142,7 @@ def sign_steps(
 ) -> Iterator[tuple[Tensor, float]]:
     """Step along the sign of the gradient: FGSM is one step, I-FGSM several, PGD several from a random start.
 
-    Goodfellow, Shlens, Szegedy, ICLR 2015; Kurakin, Goodfellow, Bengio, ICLR 2017 workshop; Madry et al., ICLR 2018.
+    Goodfellow, Shlens, Szegedy, ICLR 2015. Kurakin, Goodfellow, Bengio, ICLR 2017 workshop. Madry et al., ICLR 2018.
     """
     x, size = images.x, box.epsilon * min(1.0, ROUND / gradients)
     if from_random:
@@ -175,7 +175,7 @@ def newton_step(
     for the negative loss, where r is how far a pixel may still go downhill. Without curvature :math:`d = -r \,
     \mathrm{sign}(g)` is the step of FGSM to the corner of the box. Conjugate gradients bend it, and end on the radius
     where they meet negative curvature. Coleman, Li, "An interior trust region approach for nonlinear minimization
-    subject to bounds", SIAM J. Optim. 6(2), 1996, sections 2 and 3; Steihaug, SIAM J. Numer. Anal. 20(3), 1983.
+    subject to bounds", SIAM J. Optim. 6(2), 1996, sections 2 and 3. Steihaug, SIAM J. Numer. Anal. 20(3), 1983.
     """
     x = x.detach().requires_grad_()
     g, product = derivatives(-loss(model(x), y), x)
@@ -202,7 +202,7 @@ def derivatives(
 
 
 def steihaug(product: Callable[[Tensor], Tensor], b: Tensor, most: int) -> tuple[Tensor, int]:
-    """Solve each row by conjugate gradients inside the sphere of radius ``|b|``; return also the products."""
+    """Solve each row by conjugate gradients inside the sphere of radius ``|b|``, and count the products."""
     x, r, p = torch.zeros_like(b), b.clone(), b.clone()
     radius = torch.linalg.vector_norm(b, dim=1, keepdim=True)
     active, products = radius > 0, 0
@@ -278,7 +278,7 @@ def objective(
 
 
 def sign_direction(g: Tensor) -> Tensor:
-    """Return the sign of each row, of norm 1; a constant."""
+    """Return the sign of each row, scaled to norm 1, as a constant."""
     z = g.detach().sign()
     return z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1)
 

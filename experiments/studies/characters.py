@@ -44,11 +44,12 @@ def load(
     """Return the ink of characters, ``[characters, 20, size, size]``, 1 on a ground of 0.
 
     Args:
-        split: Of which.
-        count: How many; None is all.
-        generator: Draws them; without one they are the first.
-        key: That of the count in the configuration, for the error.
-        **options: Further ones of :class:`metagrad.tasks.Omniglot`: size, root, download; resize is area.
+        split: A split of :class:`metagrad.tasks.Omniglot`.
+        count: The number of characters. None for all characters.
+        generator: Samples the characters. Without a generator they are the first characters.
+        key: The key of the count in the configuration, for the error.
+        **options: Further options of :class:`metagrad.tasks.Omniglot`: size, root, download. The default of resize is
+            area.
 
     Raises:
         ValueError: The files are not there, or there are fewer characters.
@@ -67,7 +68,7 @@ def by_drawers(images: Tensor, *drawers: int, classes: Tensor | None = None) -> 
     Args:
         images: Or features, ``[characters, people, ...]``.
         *drawers: How many people each part has, in their order.
-        classes: Of the characters; None is one each.
+        classes: The classes of the characters. By default each character is a class.
 
     Example:
         >>> train, test = by_drawers(torch.arange(8).view(2, 4), 3, 1)

@@ -15,7 +15,7 @@ FILE = "planetoid/cora.npz"
 
 
 class Citations(NamedTuple):
-    """An undirected graph of papers; ``train``, ``val`` and ``test`` are numbers of nodes, ascending."""
+    """An undirected graph of papers. ``train``, ``val`` and ``test`` are sorted indices of nodes."""
 
     pairs: Tensor  # [edges, 2], the smaller node first, in ascending order
     words: SparseTensor  # [nodes, words], ones

@@ -1,8 +1,8 @@
 r"""Find wrong labels: `python -m experiments.studies.clean [seeds=[0]] [methods=[CG,T1-T2]] [KEY=VALUE ...]`.
 
-Two fifths of the labels of Omniglot's drawings are wrong. A weight of each drawing is learned on others whose labels
-are right, by one hypergradient after the other, beside learning to reweight. A network is then trained with these
-weights, on all drawings, and on the clean ones.
+40 % of the labels of Omniglot's images are wrong. Hypergradients and learning to reweight learn a weight of each
+image from validation images with correct labels. A network is then trained with these weights, on all images
+without weights, and on the images with correct labels.
 
 .. math:: \min_w \; L_{\text{val}}(\theta^*(w)), \qquad
           \theta^*(w) = \arg\min_\theta \frac{1}{n} \sum_i \sigma(w_i) \, \ell_i(\theta) + \frac{\rho}{2} |\theta|^2
@@ -153,8 +153,9 @@ def mislabel(examples: Examples, part: float, classes: int, generator: torch.Gen
 def features(images: Tensor) -> Tensor:
     """Return histograms of the directions of strokes, and of their changes, in coarse cells: `[n, d]` of length 1.
 
-    Dalal and Triggs, "Histograms of oriented gradients for human detection", CVPR 2005, once on the image and once on
-    each of its direction maps, as the two layers of a scattering transform (Bruna and Mallat, TPAMI 35(8), 2013).
+    Dalal and Triggs, "Histograms of oriented gradients for human detection", CVPR 2005. As in the two
+    layers of a scattering transform, the histograms use the image and each of its direction maps. Bruna and Mallat,
+    TPAMI 35(8), 2013.
     """
     first = _directions(F.avg_pool2d(images.unsqueeze(1), 3, stride=1, padding=1), sharpness=4)
     second = _directions(F.avg_pool2d(first, 2), sharpness=2)
@@ -324,7 +325,7 @@ def trained(
 
 
 def evaluated(data: Data, weights: Tensor, penalties: list[float]) -> dict[str, Any]:
-    """Train on weighted examples, with the penalty that validation chooses; then add the validation examples."""
+    """Train on weighted examples, with the penalty that validation chooses. Then add the validation examples."""
     found: dict[float, Params] = {}
     for penalty in sorted(penalties, reverse=True):
         start = list(found.values())[-1] if found else None

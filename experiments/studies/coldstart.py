@@ -1,8 +1,8 @@
 """Recommend to students of few known ratings: `python -m experiments.studies.coldstart [preset=small]`.
 
-MAML, ANIL and CAVIA learn one network from InstEval's students, and are evaluated on others by how many of their
-ratings are seen, beside biases. Then their meta-steps are timed on tables of up
-to ten million rows, with peak memory.
+MAML, ANIL and CAVIA learn one network from InstEval's students. The evaluation compares them with biases on other
+students, by the number of known ratings. The time and the peak memory of a meta-step are measured on tables of up to
+ten million rows.
 """
 
 from __future__ import annotations
@@ -220,14 +220,14 @@ def learner(
 
 
 def penalty(model: nn.Module, x: dict[str, Tensor]) -> Tensor:
-    """Return the mean squared norm of the looked-up rows, except the bias of the lecturer; its gradient is sparse."""
+    """Return the mean squared norm of the looked-up rows, with a sparse gradient, except the bias of the lecturer."""
     looked_up = {"lecturer.weight": "lecturer", "course_bias.weight": "course"}
     found = [embedding(x[column], model.get_parameter(name)) for name, column in looked_up.items()]
     return torch.cat(found, -1).square().sum(-1).mean()
 
 
 def optimizers(maml: mg.MAML) -> tuple[torch.optim.Optimizer, ...]:
-    """Return one for the tables, which moves the rows that were ever touched, and one for the others."""
+    """Return an optimizer of the tables, which updates all rows touched so far, and one for other parameters."""
     tables = [maml.get_parameter(f"model.{name}") for name in TABLES]
     others = [p for name, p in maml.named_parameters() if name.removeprefix("model.") not in TABLES]
     return mg.optim.SparseAdam(tables, lr=OUTER_LR), torch.optim.Adam(others, lr=OUTER_LR)
@@ -242,7 +242,7 @@ def predict(maml: mg.MAML, support: Examples, x: dict[str, Tensor]) -> Tensor:
 
 
 class Evaluation(NamedTuple):
-    """The ratings of a seed, the biases, and students by which settings are chosen, and of the test."""
+    """The ratings of a seed, the biases, and the students of validation and test."""
 
     ratings: Ratings
     biases: Biases
@@ -251,11 +251,11 @@ class Evaluation(NamedTuple):
     shots: list[int]
 
     def error(self, predict: Predict) -> float:
-        """Return the mean error on the validation students, by which settings are chosen."""
+        """Return the mean error on the validation students, which choose the settings."""
         return statistics.mean(errors(predict, self.validation, self.shots).values())
 
     def result(self, predict: Predict, **chosen: float) -> Result:
-        """Return the errors on the students of the test, and what was chosen."""
+        """Return the errors on the test students, and the settings."""
         return {"errors": list(errors(predict, self.test, self.shots).values()), "chosen": chosen}
 
 
@@ -287,7 +287,7 @@ def meta_learning(config: ColdStartConfig, name: str, work: Work) -> Result:
 
 
 def trained(name: str, config: ColdStartConfig, evaluation: Evaluation, work: Work) -> mg.MAML:
-    """Learn a network, starting from the biases; return it as it was at the least validation error."""
+    """Train a network that starts from the biases, and return it at the minimum of the validation error."""
     generator, ratings = torch.Generator().manual_seed(work.seed), evaluation.ratings
     model = Recommender(ratings.sizes, WIDTH, HIDDEN, CONTEXT, evaluation.biases.mean)
     with torch.no_grad():
@@ -355,7 +355,7 @@ def dense_mib(config: ColdStartConfig, name: str, rows: int) -> float:
 
 
 def above_biases(found: dict[str, list[Result]], name: str) -> list[tuple[float, ...]]:
-    """Return the error of each seed above that of biases, in thousandths, by how many ratings are seen."""
+    """Return the error of each seed minus the error of biases, in thousandths, by the number of known ratings."""
     floors = {} if name == "biases" else {one["seed"]: one["errors"] for one in found.get("biases", [])}
     pairs = [(one["errors"], floors[one["seed"]]) for one in found.get(name, []) if one["seed"] in floors]
     each = [[1000 * (a - b) for a, b in zip(*pair, strict=True)] for pair in pairs]

@@ -1,8 +1,8 @@
 """Measure curvature along training: `python -m experiments.studies.curvature [problems=[sinusoid]] [KEY=VALUE ...]`.
 
-The Hessian is that of MAML's objective on sinusoids (Finn et al. 2017, section 5.1), which takes third
-derivatives, or that of an MLP that classifies drawings of Omniglot. Traces with 95 % intervals, the largest
-eigenvalues with their bounds, and spectral densities are measured at some steps.
+The Hessian belongs to the loss of an MLP on Omniglot, or to MAML's objective on sinusoids (Finn et al. 2017,
+section 5.1). MAML's Hessian needs third derivatives. The study measures traces with 95 % intervals, the largest
+eigenvalues with their bounds, and spectral densities at several steps of training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAYS, SHOTS = 20, 10  # characters, and drawings of each
 
 @dataclass
 class Quantities:
-    """What is measured, and how precisely."""
+    """The measurements and their precision."""
 
     probes: int = key("Products for the trace, and as many for each layer.", least=6)
     eigenvalues: int = key("How many of the largest eigenvalues.")
@@ -107,7 +107,7 @@ def cell(config: CurvatureConfig, name: str, work: Work) -> Result:
 
 
 def measure(operator: Operator, config: Quantities, seed: int) -> tuple[dict[str, float], Density]:
-    """Measure a matrix by name; every step of a run has the same probes, so differences come from the matrix."""
+    """Measure a matrix by name. Every step has the same probes, so differences come only from the matrix."""
     generator = torch.Generator(operator.device).manual_seed(seed)
     traces = {"total": operator.trace(method="xtrace", probes=config.probes, generator=generator)}
     for layer in dict.fromkeys(name.rpartition(".")[0] or name for name in operator.space.names):
@@ -242,7 +242,7 @@ def _line(axis: Any, rows: Sequence[dict[str, Any]], name: str, half: str = "", 
 
 
 def _dress(axis: Any, steps: list[int]) -> None:
-    """Label the axis of steps; a logarithmic one, zero included, if steps span more than a decade."""
+    """Label the axis of steps. The axis is logarithmic, including zero, if steps span more than a decade."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     first, last = next((step for step in steps if step), 1), steps[-1]

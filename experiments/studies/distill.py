@@ -39,11 +39,11 @@ Params = dict[str, Tensor]
 DRAWERS = (14, 2, 4)  # of the 20 drawers of each character: for training, validation and test
 MOMENTUM = 0.9  # of gradient descent on a small set
 INNER_TIME = 2.0  # the learning rate that learning begins with, times the inner steps
-RATES = (0.03, 0.1)  # learning rates on a small set, of which the validation drawings choose
+RATES = (0.03, 0.1)  # learning rates on a small set, chosen on the validation images
 WATCH_EVERY = 20  # outer steps between looks at the accuracy on validation drawings
 MEMORIES = ("full", "step", "sqrt", "32MiB")
 IMAGES, MIB = "images.pt", 2**20
-LIMIT, GAP = 1.5, 2  # ink where colours end, and pixels between images
+LIMIT, GAP = 1.5, 2  # limit of the color scale, and pixels between images
 SETS = {"random": "drawn at random", "herding": "herding", "all": "all drawings"}
 TITLES = {"mlp": "64 hidden units", "convnet": "ConvNet"}
 
@@ -126,7 +126,7 @@ def train_on_all(model: nn.Module, examples: Examples, epochs: int) -> nn.Module
 
 @torch.no_grad()
 def accuracy(model: nn.Module, examples: Examples) -> float:
-    """Return the percentage of examples that are classified right; zero if outputs are not finite."""
+    """Return the percentage of examples that are classified correctly, or zero if outputs are not finite."""
     logits = model(examples.x)
     return 100 * ((logits.argmax(1) == examples.y) & logits.isfinite().all(1)).double().mean().item()
 
@@ -137,9 +137,9 @@ def random(features: Tensor, count: int) -> list[int]:
 
 
 def herding(features: Tensor, count: int) -> list[int]:
-    """Choose examples one by one, such that the mean of those chosen stays close to the mean of all.
+    """Choose examples greedily, such that the mean of the chosen examples stays close to the mean of all.
 
-    Welling, "Herding dynamical weights to learn", ICML 2009; for classes of images, Rebuffi et al., "iCaRL", CVPR
+    Welling, "Herding dynamical weights to learn", ICML 2009. For classes of images: Rebuffi et al., "iCaRL", CVPR
     2017, algorithm 4.
     """
     mean, total, found = features.mean(0), torch.zeros_like(features[0]), []
@@ -169,7 +169,7 @@ class Distillation:
     Args:
         make: Makes a network.
         start: The images to begin with, and their classes.
-        steps: Of gradient descent.
+        steps: The number of steps of gradient descent.
         lr: The learning rate to begin with.
         memory: Memory mode of the unroll, as of :func:`metagrad.unroll`.
     """
@@ -212,7 +212,7 @@ class Distillation:
         batch: int,
         watch: Callable[[int, Examples, float], None] = lambda step, images, lr: None,
     ) -> tuple[Examples, float]:
-        """Learn images and learning rate from real drawings, by Adam; ``watch`` sees them before each step."""
+        """Learn images and learning rate from real images, by Adam. ``watch`` receives them before each step."""
         drawn = torch.randint(len(real.x), (steps, batch))
         cosine = [lr * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
         found = mg.bilevel(
@@ -283,7 +283,7 @@ def evaluated(
 ) -> Result:
     """Write the images into the folder of the cell, and test networks that are trained on them.
 
-    The validation drawings choose a learning rate and a number of steps, of which ``own`` is a further candidate.
+    The validation images choose a learning rate and a number of steps. ``own`` is an additional candidate.
     """
     content, data, networks = io.BytesIO(), load(config.classes), {}
     torch.save(tuple(images), content)
@@ -393,7 +393,7 @@ def figures(results: list[Result], config: DistillConfig, folder: Path) -> list[
 
 
 def _draw_images(axis: Any, file: Path | None, config: DistillConfig) -> None:
-    """Draw a row of images for each class, ink blue, and what is below the ground red."""
+    """Draw a row of images for each class, with ink blue and negative values red."""
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
     if file is not None:

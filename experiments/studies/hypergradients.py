@@ -1,10 +1,10 @@
 """Error over cost of every hypergradient: `python -m experiments.studies.hypergradients [--figure PATH]`.
 
-Ridge regression with a learned penalty for each of its weights, in float64; the derivative of the validation loss has
-a closed form. Every method is called at the minimum, with more and more of what it spends: products or steps.
-The cost is its floating-point operations in units of one gradient of the inner loss; the error is that of the vector,
-relative to its norm. An error that does not
-come down is the method's own: it takes the identity in the place of the Hessian.
+The problem is ridge regression in float64 with a learned penalty for each weight. The derivative of its validation
+loss has a closed form. Every method runs at the minimum with increasing numbers of products or steps. The cost is
+its floating-point operations in units of one gradient of the inner loss; the error is that of the vector, relative
+to its norm. An error that does not come down is the method's own: it takes the identity in the place of the
+Hessian.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MARKERS, DASHES = ("o", "^", "s"), ("-", "--", ":")
 
 
 class Ridge(NamedTuple):
-    """Regression on some examples, with penalties to be judged on others."""
+    """Regression on training examples, with penalties that are evaluated on validation examples."""
 
     x: Tensor  # [n, d]
     y: Tensor  # [n, 1]
@@ -51,11 +51,11 @@ class Ridge(NamedTuple):
         return (self.query_x @ params["w"] - self.query_y).square().mean() / 2
 
     def hessian(self, log_penalty: Tensor) -> Tensor:
-        """Return that of the training loss."""
+        """Return the Hessian of the training loss."""
         return self.x.mT @ self.x / len(self.y) + torch.diag(log_penalty.exp()[:, 0])
 
     def minimum(self, log_penalty: Tensor) -> dict[str, Tensor]:
-        """Return the weights at which the training loss is least."""
+        """Return the weights at the minimum of the training loss."""
         return {"w": torch.linalg.solve(self.hessian(log_penalty), self.x.mT @ self.y / len(self.y))}
 
     def derivative(self) -> Tensor:
@@ -142,7 +142,7 @@ def draw(path: Path, curves: dict[str, list[tuple[float, float]]]) -> Path:
 
 
 def report(curves: dict[str, list[tuple[float, float]]]) -> str:
-    """Format the cheapest and the dearest call of each method."""
+    """Format the cheapest and the most expensive call of each method."""
     lines = [f"{'method':28}{'cost':>10}{'error':>11}{'cost':>12}{'error':>11}"]
     for name, points in curves.items():
         (first, worst), (last, best) = points[0], points[-1]

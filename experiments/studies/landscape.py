@@ -1,8 +1,9 @@
 """The loss landscape along training: `python -m experiments.studies.landscape [only=[gd,adam]] [KEY=VALUE ...]`.
 
-One network learns characters of Omniglot from all examples at once, by gradient descent, Adam, SOAP and K-FAC, by
-sharpness-aware minimization and with a penalty on the trace of the Hessian. Along each run the largest eigenvalue of
-the Hessian and of the preconditioned Hessian are measured, against the edge of stability, and the trace.
+A network learns characters of Omniglot from all examples at once. The optimizers are gradient descent, Adam, SOAP,
+K-FAC, sharpness-aware minimization, and descent with a penalty on the trace of the Hessian. Along each run the
+study measures the trace and the largest eigenvalue of the Hessian. For the edge of stability it measures the
+largest eigenvalue of the preconditioned Hessian.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ SIZE, SHOTS, DRAWINGS = (
     14,
     10,
     20,
-)  # pixels along a side, and drawings to train on; the others are the test set
+)  # pixels along a side, and training images per character, where all further images are the test set
 RTOL, MAX_PRODUCTS = 1e-2, 100  # of the largest eigenvalue
 DIVERGED = 100  # times the first loss
 
 
 class Method(Enum):
-    """What takes the steps; `gd` is gradient descent."""
+    """The optimizer of a run. `gd` is gradient descent."""
 
     gd = "gd"
     adam = "adam"
@@ -68,7 +69,7 @@ class RunConfig:
 
 @dataclass
 class LandscapeConfig(StudyConfig):
-    """A whole study: runs, and what is measured along them."""
+    """A whole study: its runs and their measurements."""
 
     count: int = key("Characters of Omniglot, other ones for each seed.", least=2)
     hidden: list[int] = key("Units of the hidden layers, with tanh.")
@@ -99,7 +100,7 @@ class Problem(NamedTuple):
 
     @torch.no_grad()
     def accuracy(self, images: tuple[Tensor, Tensor]) -> float:
-        """Return the percentage of images whose largest output is that of their class."""
+        """Return the percentage of images whose largest output belongs to their class."""
         x, y = images
         return 100 * (self.model(x).argmax(1) == y.argmax(1)).float().mean().item()
 
@@ -124,7 +125,7 @@ def optimizer_of(run: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def objective(run: RunConfig, problem: Problem) -> Tensor:
-    """Evaluate what a run descends: the loss, its neighbour uphill, or the loss and a sample of its trace."""
+    """Evaluate the objective of a run: the loss, its uphill neighbor, or the loss and a sample of its trace."""
     if run.rho:
         return mg.optim.sharpness_aware(problem.loss, problem.params, rho=run.rho)
     loss = problem.loss(problem.params)
@@ -135,7 +136,7 @@ def objective(run: RunConfig, problem: Problem) -> Tensor:
 
 
 def take_step(run: RunConfig, problem: Problem, optimizer: Any) -> float:
-    """Take a step on all examples, and return what it descends before it."""
+    """Take a step on all examples, and return the objective before the step."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -289,7 +290,7 @@ def largest(operator: Operator) -> float:
 
 
 def trace(config: LandscapeConfig, problem: Problem, seed: int) -> dict[str, float]:
-    """Estimate the trace, with half the width of its 95 % interval; a seed has the same probes at every step."""
+    """Estimate the trace and half the width of its 95 % interval. A seed has the same probes at every step."""
     generator = torch.Generator().manual_seed(seed)
     with mg.hessian(problem.loss(problem.params), problem.params) as H:
         found = H.trace(method="xtrace", probes=config.probes, generator=generator)
@@ -415,7 +416,7 @@ def check(config: LandscapeConfig) -> None:
 
 
 def cells(config: LandscapeConfig) -> list[Cell]:
-    """Return every run with every seed; all runs of a seed before the next."""
+    """Return every run with every seed. Seeds are the outer loop."""
     chosen = {name: run for name, run in config.runs.items() if name in (config.only or config.runs)}
     return [
         Cell(name, seed, partial(train, config, run)) for seed in config.seeds for name, run in chosen.items()

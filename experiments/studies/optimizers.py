@@ -1,8 +1,8 @@
 r"""Compare optimizers over seeds: `python -m experiments.studies.optimizers [workloads=[pinn]] [KEY=VALUE ...]`.
 
-Every optimizer has the same number of trials on a workload, on a seed that is used for nothing else. The settings
-with the least training loss then train from every seed, for so many CPU seconds. Each trial and each run is a
-cell. Besides the page and the figure, `curves.json` has the curves that pages of the site draw.
+Every optimizer has the same number of trials on a workload, with a seed that is used only for trials. The settings
+with the lowest training loss then train from every seed, for a fixed number of CPU seconds. Each trial and each run
+is a cell. The pages of the site draw `curves.json`.
 
 The workload `pinn` is Poisson's equation in the unit square, whose solution is known.
 
@@ -64,7 +64,7 @@ class OptimizersConfig(StudyConfig):
     evaluations: int = key("How often a run is measured, evenly in seconds.")
     seconds: dict[str, float] = key("By workload, CPU seconds of a run, without measurements.")
     trial_part: float = key("The fraction of these that a trial takes.")
-    shared: dict[str, dict[str, Any]] = key(  # str; OmegaConf merges no file into a dict of dicts of str
+    shared: dict[str, dict[str, Any]] = key(  # str, but OmegaConf merges no file into a dict of dicts of str
         "By workload and optimizer, the settings that its trials have in common."
     )
     trials: dict[str, dict[str, list[str]]] = key("By workload and optimizer, the settings that are tried.")
@@ -72,7 +72,7 @@ class OptimizersConfig(StudyConfig):
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and its data; `measured` are the training examples that its loss is measured on."""
+    """A model and its data. The training loss is measured on the examples `measured`."""
 
     model: nn.Module
     train: Examples
@@ -117,8 +117,8 @@ def residuals(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     Args:
         model: Points ``[n, 2]`` to values ``[n, 1]``.
         x: The points.
-        y: What there should be, ``[n, 3]``: the Laplacian and its weight, and the weight of the value, which is 0; of
-            each point one weight is 0.
+        y: The target of the Laplacian, its weight, and the weight of the value, ``[n, 3]``. The target of the value
+            is 0. Each point has one weight of 0.
     """
     x = x.detach().requires_grad_()
     u = model(x)
@@ -136,8 +136,8 @@ def solution(x: Tensor) -> Tensor:
 def points(number: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return points to train on with what there should be, and points of the test with the solution, in float64.
 
-    Inside there are ``number`` squared, on a grid, and four times ``number`` on the boundary; in the mean of squares
-    both count as two means would.
+    A grid has ``number`` squared points inside, and the boundary has four times ``number`` points. The weights give
+    both the same influence in the mean of squares.
     """
     middle = (torch.arange(number, dtype=torch.float64) + 0.5) / number
     inside, edge = torch.cartesian_prod(middle, middle), boundary(number)
@@ -160,14 +160,14 @@ def boundary(number: int) -> Tensor:
 
 
 def pinn() -> Problem:
-    """Return a physics-informed network in float64; a step sees all points."""
+    """Return a physics-informed network in float64. A step uses all points."""
     train, test = (Examples(*part) for part in points(POINTS))
     model = mg.models.MLP([2, 32, 1], nn.Tanh).double()
     return Physics(model, train, train, test, len(train.x))
 
 
 def logistic() -> Problem:
-    """Return logistic regression in float64, with a penalty: convex; a step sees all examples."""
+    """Return convex logistic regression in float64, with a penalty. A step uses all examples."""
     train, test = drawings(20, is_flat=True)
     train, test = (part._replace(x=part.x.double()) for part in (train, test))
     return Problem(mg.models.MLP([784, 20]).double(), train, train, test, len(train.x), penalty=1e-3)
@@ -246,7 +246,7 @@ class MuonAndAdam:
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adam": torch.optim.Adam,
     "adahessian": mg.optim.AdaHessian,
-    # Of batches that change at every step, solves end earlier than by default.
+    # Mini-batches change at every step, so solves end earlier than by default.
     "gauss_newton": partial(mg.optim.GaussNewton, damping=1.0, warm_start=0.9, change=1.5, max_steps=30),
     "kfac": partial(mg.optim.KFAC, curvature_every=2, inverse_every=4, fisher="sampled"),
     "lbfgs": partial(mg.optim.LBFGS, max_iter=1, history_size=10),
@@ -270,7 +270,7 @@ def settings_of(changes: str) -> dict[str, Any]:
 def raced(
     workload: str, optimizer: str, changes: str, *, seed: int, seconds: float, evaluations: int
 ) -> tuple[dict[str, list[float]], bool]:
-    """Train for so many seconds; return what was measured, by name, and whether every loss was finite."""
+    """Train for a number of seconds. Return the measurements by name and whether every loss was finite."""
     torch.manual_seed(seed)
     problem, settings = WORKLOADS[workload](), settings_of(changes)
     source = batches(problem.train, settings.pop("batch_size", problem.batch_size), seed)
@@ -297,7 +297,7 @@ def raced(
 
 
 def stepped(problem: Problem, optimizer: Any, examples: Examples) -> bool:
-    """Take a step; return whether the loss before it was finite."""
+    """Take a step, and return whether the loss before it was finite."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -342,7 +342,7 @@ def chosen(config: OptimizersConfig, workload: str, optimizer: str, work: Work) 
 
 
 def by_workload(results: list[Result]) -> dict[str, Runs]:
-    """Return the runs of each workload by optimizer; trials are none."""
+    """Return the runs of each workload by optimizer, without trials."""
     found: dict[str, Runs] = {}
     for one in results:
         if "curve" in one:
@@ -356,7 +356,7 @@ def last_common(runs: Runs) -> float:
 
 
 def values_at(workload: str, own: list[Any], runs: Runs, limit: float) -> list[float]:
-    """Return the last measurement of each run before a limit of seconds; infinity for a run that diverged."""
+    """Return the last measurement of each run before a limit of seconds, or infinity for a run that diverged."""
     found = []
     for run in own:
         curve = measured(workload, run, runs)
@@ -432,7 +432,7 @@ def panels(results: list[Result]) -> list[Panel]:
 
 
 def along(workload: str, own: list[Any], runs: Runs) -> Curve | None:
-    """Return median and quartiles of an optimizer over seconds; None if too little was measured."""
+    """Return median and quartiles of an optimizer over time. None if there are too few measurements."""
     first = max(run["curve"]["seconds"][1] if len(run["curve"]["seconds"]) > 1 else 0.0 for run in own)
     last = min(run["curve"]["seconds"][-1] for run in own)
     if not 0 < first < last:
@@ -445,7 +445,7 @@ def along(workload: str, own: list[Any], runs: Runs) -> Curve | None:
 
 
 def check(config: OptimizersConfig) -> None:
-    """Raise `ValueError` for what is no comparison."""
+    """Raise `ValueError` if a config compares nothing."""
     if not 0 < config.trial_part <= 1:
         raise ValueError(f"optimizers: trial_part must be above 0 and at most 1, got {config.trial_part}.")
     if config.tuning_seed in config.seeds:

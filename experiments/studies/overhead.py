@@ -1,8 +1,8 @@
-"""What an order of differentiation costs, and what remedies save: `python -m experiments.studies.overhead`.
+"""The cost of an order of differentiation, and how to reduce it: `python -m experiments.studies.overhead`.
 
-Bytes and CPU seconds of gradients, second derivatives, Hessian products and meta-gradients are measured for four
-models, for every remedy, and for meta-gradients over inner steps. Times are ratios within a round, where all
-methods of a model take turns.
+Four models are measured: bytes and CPU seconds of gradients, second derivatives, Hessian-vector products and
+meta-gradients over inner steps, with every method that reduces the cost. Times are ratios within a round, in which
+all methods of a model take turns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OVER_STEPS = ("", "step", "sqrt")
 
 @dataclass
 class OverheadConfig(StudyConfig):
-    """What is measured."""
+    """The measured models and steps."""
 
     sizes: dict[str, list[int]] = key("Layers, features of a layer and examples, for each model.")
     steps: list[int] = key("Numbers of inner steps.")
@@ -55,7 +55,7 @@ class OverheadConfig(StudyConfig):
 
 @dataclass(frozen=True)
 class Task:
-    """A loss of a chain of blocks, with support and query examples; gradients of `tables` are row-sparse."""
+    """The loss of a chain of blocks, with support and query examples. Gradients of `tables` are row-sparse."""
 
     model: nn.Module
     loss_fn: Callable[[Tensor, Tensor], Tensor]
@@ -129,7 +129,7 @@ MODELS = {"mlp": mlp, "convnet": convnet, "transformer": transformer, "table": t
 
 
 class Run(NamedTuple):
-    """Compute what is held until the result is there, such as a graph, and then the result."""
+    """Compute the objects that are held until the result is there, such as a graph, and then the result."""
 
     hold: Callable[[], Any]
     finish: Callable[[Any], Any]
@@ -149,7 +149,7 @@ def gradient(task: Task) -> Run:
 
 
 def second(task: Task) -> Run:
-    """Hold the graph of the gradient, by create_graph=True; half of its squared norm is differentiated."""
+    """Hold the graph of the gradient by create_graph=True, and differentiate half of its squared norm."""
     params = list(task.params.values())
 
     def hold() -> Sequence[Tensor]:
@@ -163,13 +163,13 @@ def second(task: Task) -> Run:
 
 
 def direction(task: Task) -> dict[str, Tensor]:
-    """Return the gradient, by which the Hessian is multiplied."""
+    """Return the gradient, which is the vector of the Hessian-vector product."""
     run = gradient(task)
     return {name: dense(g) for name, g in zip(task.params, run.finish(run.hold()), strict=True)}
 
 
 def product(task: Task, *, in_pieces: bool = False) -> Run:
-    """Multiply by an operator that exists; of a table, it takes dense gradients."""
+    """Multiply by an operator that exists already. It takes dense gradients of a table."""
     v, task = direction(task), densified(task) if task.tables else task
     data = task.pieces() if in_pieces else (task.x, task.y)
     return Run(lambda: mg.hessian(task.loss, task.params, data), lambda H: H @ v)
@@ -214,7 +214,7 @@ def maml(task: Task, steps: int, **options: Any) -> Run:
 
 
 def loop(task: Task, steps: int) -> Run:
-    """Hold the graph of the textbook loop."""
+    """Hold the graph of the naive loop."""
     params = task.params
 
     def hold() -> Tensor:
@@ -274,7 +274,7 @@ CHANGES: dict[str, Callable[[Task], Task]] = {
 
 
 def ways(steps: int) -> dict[str, dict[str, Callable[[Task], Run]]]:
-    """Return ways to what is computed, by remedy; the first is without a remedy."""
+    """Return the methods that compute a quantity, by name. The first is the baseline."""
     inner: dict[str, Callable[[Task], Run]] = {
         "": partial(maml, steps=steps),
         "step": partial(maml, steps=steps, memory="step"),
@@ -303,7 +303,7 @@ def flat(result: Any) -> Tensor:
 
 
 def remedies(config: OverheadConfig, model: str, work: Work) -> Result:
-    """Measure everything of a model, with every remedy."""
+    """Measure every quantity of a model with every method."""
     found = []
     for quantity, own in ways(config.inner_steps).items():
         changed = {name: lambda task, name=name, own=own: own[""](CHANGES[name](task)) for name in CHANGES}
@@ -361,7 +361,7 @@ def of(one: Result, quantity: str, remedy: str) -> dict[str, Any] | None:
 
 
 def ratios(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
-    """Return peak and seconds of a row relative to another; the median over rounds."""
+    """Return peak and seconds of a row relative to another, as the median over rounds."""
     seconds = [a / b for a, b in zip(row["seconds"], base["seconds"], strict=True)]
     return row["peak"] / base["peak"], statistics.median(seconds)
 
@@ -441,7 +441,7 @@ def check(config: OverheadConfig) -> None:
 
 
 def cells(config: OverheadConfig) -> list[Cell]:
-    """Return the remedies of each model, and then inner steps."""
+    """Return the methods of each model, and then inner steps."""
     runs = {f"{name}/remedies": partial(remedies, config, name) for name in config.sizes}
     runs |= {f"{name}/steps": partial(over_steps, config, name) for name in config.sizes}
     return [Cell(name, config.seeds[0], run) for name, run in runs.items()]

@@ -1,7 +1,7 @@
 """What processes send in an outer step, and how fast they are: `python -m experiments.studies.scale [--processes N]`.
 
-The bytes of some processes of this machine are counted (on Linux), beside those that `metagrad.distributed` says that
-it sends. Outer steps of all processes are timed beside those of one.
+The study counts the bytes that processes of this machine send (on Linux), and compares them with the prediction of
+`metagrad.distributed`. It times the outer steps of all processes and of one process.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Measured(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Outer steps of a meta-batch: of one process while the others wait, and of all, each with its share.
+    """Times of the outer steps of a meta-batch, in a single process and in all processes.
 
     Attributes:
         one: Tasks per second of one process, on the clock.
-        all: Of all processes.
-        processor: The processor time of one process over that of the slowest share. It counts no waiting, so that
-            others on the machine matter little.
+        all: Seconds with all processes.
+        processor: CPU seconds of one process, relative to the slowest share. Waiting is not counted, so other
+            programs on the machine have little influence.
     """
 
     one: float
@@ -66,7 +66,7 @@ class Speed(NamedTuple):
 
 
 def measure(processes: int, *, steps: int = STEPS) -> tuple[list[Measured], Speed]:
-    """Average gradients in some processes of this machine, and count what they send; and time outer steps.
+    """Average gradients in several processes of this machine, count the bytes that they send, and time outer steps.
 
     Args:
         processes: How many.
@@ -99,7 +99,7 @@ def _measure_in(rank: int, processes: int, folder: str, steps: int) -> None:
 
 
 def _sent(parameters: int, touched: int) -> tuple[int, float]:
-    """Return what all processes send, predicted, and counted, the least of some repeats: others may send too."""
+    """Return the predicted bytes of all processes, and the minimum counted over repeats, since others may send."""
     param = torch.zeros(parameters or 1, requires_grad=True)
     rows = torch.empty(10**6, 32, requires_grad=True)
     counts = []
@@ -174,7 +174,7 @@ def _bytes(number: float) -> str:
 
 
 def main() -> None:
-    """Print what the command line asks for."""
+    """Print the results that the command line selects."""
     parser = argparse.ArgumentParser(prog="experiments.studies.scale", description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
     processes = parser.parse_args().processes

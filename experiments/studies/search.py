@@ -1,8 +1,8 @@
 """Search cells by gradients: `python -m experiments.studies.search [seeds=[0]] [methods=[cg]] [KEY=VALUE ...]`.
 
-Cells of a small convolutional network for characters are found by differentiable architecture search (DARTS), with
-one hypergradient after another, and by random search. What is found is trained from scratch, beside an architecture
-made by hand, which has a 3 x 3 convolution on every edge.
+Differentiable architecture search (DARTS) with several hypergradients, and random search, find cells of a small
+convolutional network for characters. Each cell is trained from scratch, and compared with a hand-made cell that has a
+3 x 3 convolution on every edge.
 """
 
 from __future__ import annotations
@@ -38,9 +38,15 @@ Architecture: TypeAlias = "tuple[tuple[int, int, str], ...]"
 """Edges of a discrete cell: from, to, operation."""
 
 SIZE, DRAWINGS = 14, 20  # pixels along a side of an image, and drawings of a character
-TRAIN, VALIDATION = 8, 6  # drawings of each character; the others are for the test
+TRAIN, VALIDATION = (
+    8,
+    6,
+)  # images of each character for training and validation, where the rest is for the test
 OPERATIONS = ("none", "skip", "max_pool", "avg_pool", "conv_1x1", "conv_3x3")
-NODES, KEPT = 3, 2  # nodes of a cell beside its input, and edges into a node of a discrete cell, at most
+NODES, KEPT = (
+    3,
+    2,
+)  # nodes of a cell without its input, and the maximum of edges into a node of a discrete cell
 EDGES = tuple((i, j) for j in range(1, NODES + 1) for i in range(j))
 CHANNELS, GROUPS, PLACES = 8, 4, 2
 BY_HAND: Architecture = tuple((i, j, "conv_3x3") for i, j in ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3)))
@@ -105,10 +111,10 @@ def load(count: int, seed: int) -> Data:
 
 
 class Graph(nn.Module):
-    """A graph of nodes; its output is theirs, `[batch, NODES * channels, height, width]`.
+    """A graph of nodes, whose output joins all nodes, `[batch, NODES * channels, height, width]`.
 
     Args:
-        channels: Of a node.
+        channels: Channels of a node.
         edges: The operations on each edge.
     """
 
@@ -126,7 +132,7 @@ class Graph(nn.Module):
         self.norms = nn.ModuleList(nn.GroupNorm(GROUPS, channels) for _ in range(NODES))
 
     def forward(self, x: Tensor, weights: Mapping[tuple[int, int], Tensor] | None = None) -> Tensor:
-        """Compute all nodes; where there are weights, `[operations]` for each edge, those of its operations."""
+        """Compute all nodes. Weights `[operations]` of each edge mix its operations, if there are weights."""
         active = [x.relu()]
         for j, norm in enumerate(self.norms, start=1):
             terms = [self._edge(active[i], (i, j), weights) for i in range(j) if (i, j) in self.edges]
@@ -154,8 +160,8 @@ class Network(nn.Module):
 
     Args:
         classes: How many.
-        channels: Of a node.
-        architecture: That of both cells; None is the mixed one.
+        channels: Channels of a node.
+        architecture: The architecture of both cells. None for the mixed network.
     """
 
     def __init__(self, classes: int, channels: int, architecture: Architecture | None = None) -> None:
@@ -168,7 +174,7 @@ class Network(nn.Module):
         self.last = nn.Linear(NODES * channels * PLACES**2, classes)
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
-        """Return logits of images `[batch, 1, height, width]`; a mixed network takes alpha, `[edges, operations]`."""
+        """Return logits of images `[batch, 1, height, width]`, given alpha `[edges, operations]` if it is mixed."""
         weights = None if alpha is None else dict(zip(EDGES, alpha.softmax(1), strict=True))
         h = self.first(self.stem(x), weights)
         h = F.avg_pool2d(self.between(h), 2, ceil_mode=True)
@@ -196,7 +202,7 @@ def _name(edge: tuple[int, int], operation: str) -> str:
 
 
 def accuracy(architecture: Architecture, on: Examples, test: Examples, epochs: int, seed: int) -> float:
-    """Train a network from scratch, at a rate that rises and falls in one cycle; return its accuracy in percent."""
+    """Train a network from scratch with a one-cycle learning rate, and return its accuracy in percent."""
     torch.manual_seed(seed)
     network = Network(int(on.y.max()) + 1, CHANNELS, architecture)
     batches = on.batches(48, seed)
@@ -240,7 +246,7 @@ class Search:
         return self.validation_loss(params, hyper, batch) + DECAY / 2 * penalty
 
     def run(self, method: Method, log: Callable[[int, dict[str, float]], None]) -> dict[str, Any]:
-        """Search by a hypergradient; return the architecture, what was seen along the way, and what it cost."""
+        """Search with a hypergradient, and return the architecture, the history and the cost."""
         config = self.config
 
         def observe(step: int, params: Any, hyper: Any, loss: float) -> None:
@@ -250,7 +256,7 @@ class Search:
         began = time.process_time()
         steps = Progress(total=config.steps, unit="step", leave=False)
         with warnings.catch_warnings(), steps as bar:
-            # A few products are no solution; how far from one is what is compared here.
+            # A few products do not solve the system. The study compares how far from a solution they end.
             warnings.filterwarnings("ignore", message=".*left a residual")
             found = mg.bilevel(
                 self.validation_loss,
@@ -275,7 +281,7 @@ class Search:
         }
 
     def cost(self, method: Method, params: Any, hyper: Any) -> dict[str, float]:
-        """Measure one hypergradient, beside one gradient of the training loss in the weights."""
+        """Measure one hypergradient and one gradient of the training loss with respect to the weights."""
         batches = (
             part.batches(self.config.batch, self.seed) for part in (self.data.validation, self.data.train)
         )
@@ -323,7 +329,7 @@ def by_hand(config: ArchitectureConfig, work: Work) -> Result:
 
 
 def searched(config: ArchitectureConfig, work: Work, *, method: str) -> Result:
-    """Search by a hypergradient, and train what is found."""
+    """Search with a hypergradient, and train the architecture."""
     data = load(config.characters, work.seed)
     torch.manual_seed(work.seed)  # every hypergradient begins at the same weights
     search = Search(Network(config.characters, CHANNELS), data, config, work.seed)

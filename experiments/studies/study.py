@@ -1,12 +1,13 @@
-"""A study: cells that are computed once, and the page and figures of what they come to.
+"""A study: cells that are computed once, and a page and figures of their results.
 
 A program of this form is a schema and three functions: one lists its cells, one writes the page, one draws. The same
 command goes on where it ended: a cell that has its result is not run again. In the folder of the study:
 
-    NAME/SEED/result.json  what a cell came to, and whatever else it keeps
-    STUDY.md, *.png        the page and the figures, written anew after every cell
+    NAME/SEED/result.json  the result of a cell, and its other files
+    STUDY.md, *.png        the page and the figures, written again after every cell
     results.json           the results of all cells
-    settings.json          what was configured; provenance.json: commit, versions, platform, command line
+    settings.json          the configuration
+    provenance.json        commit, versions, platform, command line
     wandb/                 the offline mirror
 """
 
@@ -43,15 +44,15 @@ FREE = ("folder", "seeds", "threads", "logger")
 """Keys that another run in the same folder may change."""
 
 Result = dict[str, Any]
-"""What a cell came to, as JSON; in a report with `cell` and `seed`, its own."""
+"""The result of a cell, as JSON. In a report it includes `cell` and `seed`."""
 
 
 class Work(NamedTuple):
-    """What a cell is given.
+    """The arguments of a cell.
 
     Attributes:
         folder: Its own, for a checkpoint and whatever else it keeps.
-        seed: Its seed; the global random states are set by it.
+        seed: The seed of the cell and of the global random states.
         log: Takes a step and metrics by name, and mirrors them.
     """
 
@@ -64,8 +65,8 @@ class Cell(NamedTuple):
     """A part of a study that is run once.
 
     Attributes:
-        name: What it is of; cells of one name and several seeds are repetitions.
-        seed: Of its random numbers.
+        name: The name of the cell. Cells with the same name and different seeds are repetitions.
+        seed: The seed of its random numbers.
         run: Computes its result.
     """
 
@@ -76,7 +77,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class StudyConfig:
-    """What every study is told."""
+    """The configuration of every study."""
 
     folder: str = key("Where everything is; the same command goes on there.")
     seeds: list[int] = key("The repetitions of each cell.", least=0)
@@ -132,7 +133,7 @@ class Study(Generic[C]):
         """Resolve a composed config and return it as an object of the schema.
 
         Raises:
-            ValueError: A key was added that the schema does not have, there is no seed, or `check` refuses it.
+            ValueError: A key is not in the schema, there is no seed, or `check` raises.
         """
         resolved: C = converted(self.name, config)
         if not resolved.seeds:
@@ -168,7 +169,7 @@ class Study(Generic[C]):
         return text, self._figures(results, config, folder)
 
     def _check_settings(self, folder: Path, settings: dict[str, Any]) -> None:
-        """Write down what was configured, or compare it with what is there."""
+        """Write the configuration, or compare it with the configuration in the folder."""
         fixed = {name: value for name, value in settings.items() if name not in self._free}
         file, text = folder / "settings.json", json.dumps(fixed, indent=2) + "\n"
         if file.exists() and file.read_text() != text:
@@ -188,7 +189,7 @@ def by_cell(results: Iterable[Result]) -> dict[str, list[Result]]:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Return the mean and the standard deviation of repetitions as text; of one repetition, its value."""
+    """Return the mean and the standard deviation of repetitions as text, or the value of a single repetition."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 

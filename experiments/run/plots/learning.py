@@ -12,7 +12,7 @@ LABELS = {"query_loss": "Query loss", "accuracy(%)": "Query accuracy (%)"}
 
 
 def learning_curve(folder: Path, *, train_steps: int | None, steps: int | None) -> Path:
-    """Draw the metrics of a run, trained with `train_steps` inner steps and validated with `steps`; None is none."""
+    """Draw the metrics of a run, given the numbers of inner steps in training and validation (or None)."""
     rows = read_rows(folder / "metrics.jsonl")
     names = metric_names(rows)
     path = folder / "plots" / "learning_curve.png"
@@ -93,11 +93,11 @@ Rows = list[dict[str, Any]]
 
 
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
-"""The lines of the groups that have a colour first, second and third."""
+"""The lines of the groups that have a color first, second and third."""
 
 
 def comparison(path: Path, groups: dict[str, list[Rows]]) -> Path | None:
-    """Draw the validation metrics of groups of runs; None if there is nothing to draw."""
+    """Draw the validation metrics of groups of runs. Return None if there is nothing to draw."""
     names = metric_names([row for runs in groups.values() for rows in runs for row in rows])
     if not names:
         return None

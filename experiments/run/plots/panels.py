@@ -1,4 +1,4 @@
-"""Curves of many methods in panels: kept in a file, and drawn together, or one of them among the others in grey."""
+"""Curves of many methods in panels: stored in a file, drawn together, or drawn with one method highlighted."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 GREY = "#C8C8C8"
 DIGITS = 4
-FEW = 300  # ratio of the ends of an axis up to which labels are plain numbers
+FEW = 300  # axes whose ends have a smaller ratio have plain numbers as labels
 
 
 class Curve(NamedTuple):
     """A method in a panel.
 
     Attributes:
-        x: Where it was measured; None, of one value, is everywhere.
+        x: The places of measurement. None for a single value that holds everywhere.
         middle: The mean or median over runs.
-        low: What is below of them.
-        high: What is above.
-        said: What the page says of the runs.
+        low: The lower ends of the intervals.
+        high: The upper ends of the intervals.
+        said: The sentence of the page about the runs.
     """
 
     x: list[float] | None
@@ -68,7 +68,7 @@ def read_panels(path: Path) -> list[Panel]:
 
 
 def all_curves(path: Path, panels: Sequence[Panel]) -> Path:
-    """Draw all curves in colours; return the file."""
+    """Draw all curves in color, and return the file."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     with figure(path, 1, max(len(panels), 1), size=(11, 4.2)) as axes:
         for axis, panel in zip(axes[0], panels, strict=False):
@@ -82,14 +82,14 @@ def all_curves(path: Path, panels: Sequence[Panel]) -> Path:
 
 
 def highlighted(path: Path, panel: Panel, name: str, reference: str, called: Mapping[str, str]) -> Path:
-    """Draw the curve of one method, that of a reference, and those of all others in grey; return the file.
+    """Draw one method in color, a reference dashed and all other methods in gray, and return the file.
 
     Args:
         path: The file.
-        panel: What is drawn.
+        panel: The curves.
         name: The method.
         reference: The one that is drawn in dashes.
-        called: What the legend calls both.
+        called: The names of method and reference in the legend.
     """
     with figure(path, size=(4.6, 3.4)) as axes:
         axis = axes[0, 0]

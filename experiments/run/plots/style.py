@@ -1,4 +1,4 @@
-"""One look for every plot: quiet axes, colours that colour-blind readers can tell apart."""
+"""The style of every plot: quiet axes, and colors that color-blind readers can distinguish."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INK, MUTED, FAINT = "#222222", "#767676", "#E4E4E4"
 def figure(
     path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], **options: Any
 ) -> Iterator[Any]:
-    """Open a figure, give its axes [rows, columns], and write it when done; no display is needed."""
+    """Open a figure, yield its axes [rows, columns], and write the file at the end. No display is needed."""
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ def thousands(axis: Any) -> None:
 
 
 def legend_below(*axes: Any, columns: int) -> None:
-    """Put one legend of some axes under the whole figure, in as many columns as fit; the figure grows by its rows."""
+    """Put one legend of some axes below the figure, in as many columns as fit. The figure grows by its rows."""
     whole = axes[0].figure
     found = {}
     for axis in axes:
