@@ -9,7 +9,7 @@ from collections.abc import Iterable
 def add_words(
     parser: ArgumentParser, name: str, known: Iterable[str], default: list[str] | None = None
 ) -> None:
-    """Add an argument of some known words, by default all; others are an error that names those."""
+    """Add an argument of known words, by default all. An unknown word is an error that lists the known words."""
     known = list(known)
 
     def word(text: str) -> str:

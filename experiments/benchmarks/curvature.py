@@ -1,14 +1,16 @@
-"""Time and weigh curvature products against a gradient: `python -m experiments.benchmarks.curvature [NAME ...]`.
+"""Measure curvature products against a gradient: `python -m experiments.benchmarks.curvature [NAME ...]`.
 
-An MLP, a CNN, a transformer, whose attention is that of torch's MATH backend, and a ResNet-20 with batch
-normalization in evaluation mode. First every product is compared with forward-over-reverse in float64, on a few
-examples; then the methods take turns, in a new order each round, and every time, of the processor, is divided by that
-of a gradient of the same round: the medians of these ratios are printed, and are what to quote. The time of a product
-is that of another one once the operator is there; probes are the whole call, the operator's own gradient included,
-divided by their number; eigenvalues are the whole call. The peak is what torch's allocator gave out from nothing to
-the result, the graph included, and is divided by a gradient's. "By hand" is what one writes without a library: a
-graph of the gradient that is kept, `torch.autograd.grad` for each product, and Lanczos with full
-reorthogonalization, from the same start to the same residuals.
+The models are an MLP, a CNN, a transformer with torch's MATH attention, and a ResNet-20 with batch normalization in
+evaluation mode. First every product is compared with forward-over-reverse in float64, on a few examples. Then the
+methods take turns, in a new order each round. The printed value is the median over rounds of the CPU time, divided by
+the CPU time of a gradient in the same round. Quote these ratios.
+
+The time of a product is the time of a further product of an existing operator. The time of probes is the time of
+the whole call, including the gradient, divided by their number. The time of eigenvalues is the time of the whole
+call. The peak is the memory that torch's allocator gives out from the start to the result, including the graph,
+divided by the peak of a gradient. "By hand" is a program without a library: a stored graph of the gradient,
+`torch.autograd.grad` for each product, and Lanczos with full reorthogonalization, with the same start and the same
+residuals.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Work:
 
     @functools.cached_property
     def vector(self) -> Tensor:
-        """What is multiplied, flat."""
+        """The multiplied vector, flat."""
         generator = torch.Generator().manual_seed(1)
         size = sum(p.numel() for p in self.params.values())
         return torch.randn(size, generator=generator, dtype=torch.float64).to(self.x)
@@ -126,13 +128,13 @@ def hessian_product(work: Work) -> Run:
 
 
 def gauss_newton_product(work: Work) -> Run:
-    """Ours, likewise."""
+    """The method of metagrad."""
     G = ggn(work.model, F.cross_entropy, work.params, (work.x, work.y))
     return lambda: G @ work.vector
 
 
 def forward_over_reverse(work: Work) -> Run:
-    """Multiply by `torch.func.jvp` of `torch.func.grad`, which begins anew each time."""
+    """Multiply by `torch.func.jvp` of `torch.func.grad`, which computes the gradient in every product."""
     params = {name: p.detach() for name, p in work.params.items()}
     space = ParameterSpace(params)
     gradient_at = grad(lambda params: work.loss(params, work.x, work.y))
@@ -300,7 +302,7 @@ def report(name: str, results: dict[str, Result], gradient_seconds: float, gradi
 
 
 def seconds(run: Run) -> float:
-    """Time a call, in seconds of the processor; short ones by the median of a twentieth of a second."""
+    """Time a call in CPU seconds. A short call is timed by the median over a twentieth of a second."""
     times = [_once(run)]
     if times[0] < 0.05:
         while sum(times) < 0.1:

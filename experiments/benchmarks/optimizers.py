@@ -1,11 +1,11 @@
 """What a step of an optimizer costs, in gradients: `python -m experiments.benchmarks.optimizers`.
 
-An MLP, a Conv4 and a transformer, at two sizes of a batch. Before each step a gradient (zero_grad, forward, backward)
-of a copy of the model is timed. Printed are medians over the rounds of the ratio of both, over whole periods where a
-step is not like the next: "-10" in a name says that curvature, roots or bases are renewed every 10 steps, or that
-there are at most 10 products with the Hessian. The peak is that of metagrad's MemoryTracker, from making the
-optimizer to the end of its first period and one step more, state included, over that of one gradient. With one
-thread, times are CPU times.
+The models are an MLP, a Conv4 and a transformer, at two batch sizes. Before each step the benchmark times a
+gradient (zero_grad, forward, backward) of a copy of the model. The printed value is the median of the ratio over
+rounds. A round is a whole period if steps differ. "-10" in a name means that curvature, roots or bases are updated
+every 10 steps, or that there are at most 10 products with the Hessian. The peak is measured by metagrad's
+MemoryTracker, from the creation of the optimizer to one step after its first period, including its state. It is
+divided by the peak of a gradient. With one thread, times are CPU times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from metagrad.memory import MemoryTracker
 from metagrad.models import Conv4
 from metagrad.optim import KFAC, SOAP, AdaHessian, Lion, Muon, NewtonCG, Shampoo, SophiaG, SophiaH
 
-LR = 1e-5  # small: what is timed is to stay finite
+LR = 1e-5  # small, so that the timed steps stay finite
 FEWEST = 3  # steps of a round
 MIB = 2**20
 
@@ -61,7 +61,7 @@ def mlp(batch: int) -> Work:
 
 
 def cnn(batch: int) -> Work:
-    """Conv4 of 32 filters with batch normalisation."""
+    """Conv4 with 32 filters and batch normalization."""
     torch.manual_seed(0)
     return Work(Conv4(10, hidden=32), torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,)))
 
@@ -84,7 +84,7 @@ class Method:
     """How an optimizer is made and used.
 
     Attributes:
-        make: Of a model; several, where one does not take all parameters.
+        make: Returns the optimizer of a model, or several if one does not take all parameters.
         period: Steps after which they repeat.
     """
 
@@ -116,7 +116,7 @@ def of_all(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Callab
 
 
 def of_matrices(make: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module], Optimizers]:
-    """Give matrices to one optimizer, and what is left to plain gradient descent."""
+    """Give matrices to one optimizer, and other parameters to plain gradient descent."""
 
     def both(model: nn.Module) -> Optimizers:
         matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -137,7 +137,7 @@ METHODS: dict[str, Method] = {
     "SOAP-10": Method(of_all(SOAP), period=10),
     "Muon": Method(of_matrices(Muon)),
     "Lion": Method(of_all(Lion)),
-    # Damped, lest negative curvature ends the solver at once, as it does in the CNN all the same.
+    # The damping keeps negative curvature from ending the solver at once, which it does in the CNN nevertheless.
     "NewtonCG-10": Method(of_all(NewtonCG, max_steps=10, progress=None, damping=1.0)),
 }
 
@@ -165,7 +165,7 @@ class Measured:
 
 
 def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
-    """Let the optimizers take turns, in a new order each round, and each of their steps with a gradient."""
+    """Run the optimizers in turns, in a new order each round, and each of their steps after a gradient."""
     results = {name: Result() for name in names}
     gradient = gradient_of(work, copy.deepcopy(work.model))
     unit = peak_of(gradient)  # before .grad is there
@@ -189,7 +189,7 @@ def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Time one call: with one thread by the time of the processor, which others that run beside it leave alone."""
+    """Time one call. With one thread it is the CPU time, on which other programs have little influence."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     run()
@@ -197,7 +197,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def peak_of(run: Callable[[], object]) -> int:
-    """Return the most bytes that a call holds at a time, of what it makes."""
+    """Return the peak in bytes of the memory that a call allocates."""
     with MemoryTracker(device="cpu") as tracker, tracker.outer(0):
         run()
     return tracker.peak

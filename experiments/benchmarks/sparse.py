@@ -1,13 +1,15 @@
-"""Time and weigh gradients of sparse values, orders 1 to 3: `python -m experiments.benchmarks.sparse [WORKLOAD ...]`.
+"""Measure gradients of sparse values at orders 1 to 3: `python -m experiments.benchmarks.sparse [WORKLOAD ...]`.
 
-What is differentiated is t_0 = sum(sin(A x)) with respect to the values v of A on a fixed pattern, and from then on
-t_k = sum((d t_{k-1} / dv)^2), which no cut gradient survives; likewise for lookups in a table, attention with dropout
-and convolution. Of the product of 2M entries it is the forward alone, beside SciPy and MKL. First every
-method is compared with dense tensors in float64 on a small problem; then the methods take turns, and medians are
-printed with their ratios to ours. Ratios within one run are what to quote: 1.00 is ours, 40 is forty times slower or
-larger. Structure that a training loop makes once (patterns) is made in a first call, which is not
-timed. Times are those of the CPU, of all its threads. The peak is what torch's allocator gave out in one more call,
-memory inside its kernels included; SciPy's is not seen.
+The first workload differentiates t_0 = sum(sin(A x)) with respect to the values v of A on a fixed pattern. Higher
+orders differentiate t_k = sum((d t_{k-1} / dv)^2), which detects any detached gradient. The other workloads are
+lookups in a table, attention with dropout, and convolution. The product of 2M entries is compared with SciPy and
+MKL, only forward.
+
+First every method is compared with dense tensors in float64 on a small problem. Then the methods take turns. The
+printed values are medians and their ratios to metagrad. Quote ratios within one run: 40 is forty times slower or
+larger. The structure that a training loop creates once (patterns) is created in a first call, which is not timed.
+Times are CPU times of all threads. The peak is the memory that torch's allocator gives out in one more call,
+including memory inside its kernels. The memory of SciPy is not visible.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ Notes = dict[tuple[str, int], str]
 
 
 class Problem(NamedTuple):
-    """Tensors of floating point, the first of which is the leaf, and all else."""
+    """Floating point tensors with the leaf first, and all other arguments."""
 
     tensors: Sequence[Tensor]
     structure: Mapping[str, Any]
@@ -50,7 +52,7 @@ class Problem(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A workload: what is computed by several methods, at which orders; a problem to check on, and one to time."""
+    """A workload: its methods, its orders, a problem to check, and a problem to time."""
 
     make: Callable[..., Problem]
     small: tuple[Any, ...]
@@ -77,7 +79,7 @@ def run_of(function: Callable[..., Tensor], work: Problem, order: int) -> Run:
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Sum the squares of what is stored."""
+    """Sum the squares of the stored values."""
     values = x.coalesce().values() if x.layout == torch.sparse_coo else x
     return (values.values if isinstance(values, sparse.RowSparse) else values).square().sum()
 
@@ -137,14 +139,14 @@ def by_dense_matrix(values: Tensor, x: Tensor, *, pattern: sparse.Pattern, kept:
 
 
 def table(rows: int, lookups: int, width: int) -> Problem:
-    """Draw a table and what is looked up in it."""
+    """Draw a table and the indices of the lookups."""
     source = torch.Generator().manual_seed(0)
     ids = torch.randint(rows, (lookups,), generator=source)
     return Problem([torch.randn(rows, width, generator=source)], {"ids": ids})
 
 
 def heads(length: int, band: int, width: int, dropout: float) -> Problem:
-    """Draw queries, keys and values of a sequence, each of which sees those near to it."""
+    """Draw queries, keys and values of a sequence, where each query sees its neighbors."""
     source = torch.Generator().manual_seed(0)
     tensors = [torch.randn(length, width, generator=source) for _ in range(3)]
     return Problem(tensors, {"pattern": sparse.Pattern.banded(length, band, band), "dropout": dropout})
@@ -176,7 +178,7 @@ def on_the_grid(weight: Tensor, x: Tensor, *, rulebook: sparse.Rulebook, side: i
 
 
 def check_cells(shape: Sequence[int]) -> None:
-    """Refuse dense matrices that take more than a gibibyte."""
+    """Raise for dense matrices of more than one gibibyte."""
     if shape[0] * shape[1] > 1 << 28:
         raise MemoryError("rows x columns would take more than 1024 MiB")
 
@@ -212,7 +214,7 @@ OPERATIONS = {
     ),
     "attention": Operation(
         heads,
-        (12, 2, 3, 0.0),  # what is dropped is drawn otherwise by the dense method
+        (12, 2, 3, 0.0),  # no dropout, since the dense method drops other entries
         (2048, 16, 32, 0.1),
         {
             OURS: lambda q, k, v, *, pattern, dropout: sparse.attention(q, k, v, pattern, dropout_p=dropout),
@@ -233,7 +235,7 @@ OPERATIONS = {
 
 @dataclass
 class Result:
-    """What one method did at one order."""
+    """The result of one method at one order."""
 
     seconds: float = float("nan")
     peak: int = 0
@@ -241,7 +243,7 @@ class Result:
 
 
 def errors(work: Problem, operation: Operation) -> Notes:
-    """Return which methods raise or are wrong, by dense tensors in float64; empty if all are right.
+    """Return which methods raise or are incorrect, by dense tensors in float64. Empty if all are correct.
 
     Raises:
         SystemExit: Ours is not right.

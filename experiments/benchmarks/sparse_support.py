@@ -1,16 +1,16 @@
-"""Which derivatives of sparse operations are right: `python -m experiments.benchmarks.sparse_support`.
+"""Which derivatives of sparse operations are correct: `python -m experiments.benchmarks.sparse_support`.
 
-Every cell is found by running it, torch's answer beside ours. t_0 is the sum of squares of an operation's result, and
-t_k that of the gradients of t_{k-1} with respect to all operands. At a small size the gradient of order k is compared
-with that of a dense formula in float64; at a large one the memory that it takes is read. A cell says
+Every cell is the outcome of a run, for torch and for metagrad. t_0 is the sum of squares of an operation's result.
+t_k is the sum of squares of the gradients of t_{k-1} with respect to all operands. On a small problem the gradient
+of order k is compared with a dense formula in float64. On a large problem its memory is measured. A cell is one of
 
-- ok: right, and sparse;
-- dense: right, but a tensor of rows x columns was made for it;
-- cut: a gradient has no graph, or is missing, so that the next order would be silently wrong;
-- wrong: another number than the dense formula's;
-- error: torch raised.
+- ok: correct, and sparse
+- dense: correct, but a tensor of rows x columns was materialized
+- cut: a gradient has no graph, or is missing, so that the next order would be silently incorrect
+- wrong: different from the dense formula
+- error: torch raised
 
-The column "kernel" says what ours ran on this device: torch's CSR products, or gathers where there are none.
+The column "kernel" is the kernel of metagrad on this device: torch's CSR products, or gathers if there are none.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ LAYOUTS = {
 
 
 class Leaf(NamedTuple):
-    """What a form is differentiated in."""
+    """The tensors that a form is differentiated with respect to."""
 
     tensor: Tensor
     read: Callable[[Tensor], Tensor]  # the part of its gradient that every form has, in one order
-    cells: tuple[Tensor, Tensor] | None = None  # those stored of a matrix, which alone count in its gradient
+    cells: tuple[Tensor, Tensor] | None = None  # the stored cells of a matrix, the only ones in its gradient
     ones: Tensor | None = None  # at these cells, in the layout of the matrix
 
 
@@ -179,7 +179,7 @@ def strided_forms(
 
 
 def _constructor(layout: str) -> Callable[[Setting], Forms]:
-    """Write down a product with a matrix whose values are on the tape."""
+    """Return the product of a vector with a matrix whose values are differentiable."""
 
     def write(setting: Setting) -> Forms:
         pattern = setting.pattern(1)
@@ -332,13 +332,13 @@ class _CutError(Exception):
 
 
 def capabilities(device: torch.device | str = "cpu") -> list[Row]:
-    """Find the answers of torch and of metagrad by running every operation; takes some seconds.
+    """Run every operation of torch and of metagrad and return the outcomes. It takes some seconds.
 
     Args:
-        device: Where to run.
+        device: The device to run on.
 
     Returns:
-        A row for every operation and layout; :func:`table` formats them.
+        A row for every operation and layout, which :func:`table` formats.
     """
     device = torch.device(device)
     exact = torch.float32 if device.type == "mps" else torch.float64
@@ -432,7 +432,7 @@ def _weigh(form: Form, dense_bytes: int, order: int, device: torch.device) -> st
 
 
 def _gradients(form: Form, order: int) -> list[Tensor | None]:
-    """Return the gradients of t_{order - 1}; None where torch sees no dependence."""
+    """Return the gradients of t_{order - 1}, None if torch sees no dependence."""
     leaves = [leaf.tensor.detach().requires_grad_() for leaf in form.leaves]
     result = form.function(*leaves)
     objective = (result * result).sum()
@@ -468,7 +468,7 @@ def _stored(gradient: Tensor, leaf: Leaf) -> Tensor:
 
 
 def main() -> None:
-    """Print the table; the exit status is 1 if an answer of ours is not "ok"."""
+    """Print the table. The exit status is 1 if an outcome of metagrad is not "ok"."""
     parser = argparse.ArgumentParser(description="Show which derivatives of sparse operations are right.")
     parser.add_argument("--device", default="cpu", help="where to run (cpu)")
     arguments = parser.parse_args()

@@ -1,10 +1,10 @@
 """Trace estimates on known spectra, and how often their intervals hold: `python -m experiments.benchmarks.spectra`.
 
-Symmetric matrices of five spectra in random orthogonal bases, n = 1000 in float64: exponential 0.7^i; a step, 50
-eigenvalues of 1 and 950 of 0.001; polynomial 1 / i^2; flat, from 3 down to 1; and an indefinite bulk in [-1, 1] with
-outliers on both sides. Every method spends the same number of products. The first table has the median relative error
-over the repeats, each with probes of its own; the second the share of 90 % intervals that hold the exact trace, which
-has an error of its own of about two percent at 200 repeats.
+Five spectra have symmetric matrices in random orthogonal bases, with n = 1000 in float64. They are exponential
+0.7^i, a step with 50 eigenvalues of 1 and 950 of 0.001, polynomial 1 / i^2, flat from 3 down to 1, and an
+indefinite bulk in [-1, 1] with outliers on both sides. Every method has the same number of products. The first
+table has the median relative error over repeats with different probes. The second table has the share of 90 %
+intervals that contain the exact trace. This share has an error of about two percent at 200 repeats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEVEL = 0.9
 
 @dataclass(frozen=True)
 class Result:
-    """What a method did on a spectrum."""
+    """The result of a method on a spectrum."""
 
     error: float = float("nan")  # median, relative
     coverage: float = float("nan")

@@ -3,10 +3,10 @@
     python -m experiments.examples.gnn_cora
 
 A two-layer graph convolutional network (Kipf, Welling, arXiv:1609.02907) is trained on the Planetoid split. Then
-every edge gets a weight, the network is trained by unrolled gradient descent, and the validation loss of what comes
-out is differentiated with respect to the edge weights (as Franceschi et al., arXiv:1903.11960, do with a dense
-matrix of edge probabilities). The gradient and a Hessian-vector product are checked against dense matrices in
-float64. The validation labels are used to learn the edges, so the second accuracy has more labels than the first.
+every edge gets a weight, and the network is trained by unrolled gradient descent. The validation loss after this
+training is differentiated with respect to the edge weights. Franceschi et al., arXiv:1903.11960, do this with a
+dense matrix of edge probabilities. The gradient and a Hessian-vector product are checked against dense matrices in
+float64. The validation labels are used to learn the edges, so the second accuracy uses more labels than the first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def load() -> Graph:
 
 
 def adjacency(edges: Pattern, log_weights: Tensor) -> SparseTensor:
-    """Return D^(-1/2) W D^(-1/2), where W has the weights and D their sums by row."""
+    """Return D^(-1/2) W D^(-1/2) for weights W, where D holds the sums of the rows of W."""
     weights = log_weights.exp()
     scale = (SparseTensor(edges, weights) @ weights.new_ones(edges.shape[1])).rsqrt()
     return SparseTensor(edges, weights * scale[edges.row] * scale[edges.col])
@@ -87,7 +87,7 @@ def accuracy(params: Params, matrix: Matrix, graph: Graph) -> float:
 
 
 def train(graph: Graph, *, hidden: int, epochs: int) -> float:
-    """Train as Kipf and Welling do; return the test accuracy."""
+    """Train as Kipf and Welling do, and return the test accuracy."""
     matrix = adjacency(graph.edges, torch.zeros(graph.edges.nnz))
     params = init(graph.features.shape[1], hidden, int(graph.labels.max()) + 1)
     optimizer = torch.optim.Adam(
@@ -151,7 +151,7 @@ def subgraph(graph: Graph, nodes: int) -> Graph:
 
 
 def check(graph: Graph, *, hidden: int, steps: int) -> None:
-    """Compare the derivatives of the outer loss with those of dense matrices, in float64."""
+    """Compare the derivatives of the outer loss with dense matrices in float64."""
     double = graph._replace(features=graph.features.double())
     params = init(graph.features.shape[1], hidden, int(graph.labels.max()) + 1)
     params = {name: p.detach().double().requires_grad_() for name, p in params.items()}

@@ -4,9 +4,9 @@
 
 InstEval has 73,421 ratings, 1 to 5, that students gave to lecturers. A task is a student. The model is a matrix
 factorization with biases (Koren, Bell, Volinsky, IEEE Computer 42:30, 2009). A student's vector and bias start from
-zero, and adapt by a few gradient steps to some of the student's ratings, as do the lecturers' rows that these ratings
-look up. MAML learns the tables of the lecturers and the step sizes. The meta-gradient of a table is a `RowSparse`,
-which is checked against dense tables in float64. A fifth of the students is for the test.
+zero. They adapt by a few gradient steps to some of the student's ratings, together with the rows of the rated
+lecturers. MAML learns the tables of the lecturers and the learning rates. The meta-gradient of a table is a
+`RowSparse`. It is checked against dense tables in float64. A fifth of the students is for the test.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def maml_over(model: Factorization, *, steps: int, sparse: bool = True) -> mg.MA
 
 
 def check(batch: Batch, lecturers: int, *, rank: int, steps: int) -> None:
-    """Compare the meta-gradients with those of dense tables, in float64."""
+    """Compare the meta-gradients with dense tables in float64."""
     gradients = []
     for sparse in (True, False):
         torch.manual_seed(0)

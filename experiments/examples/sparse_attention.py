@@ -3,8 +3,8 @@
     python -m experiments.examples.sparse_attention
 
 Every query attends to the keys at most `--band` places away, as in the sliding windows of Longformer (Beltagy,
-Peters, Cohan, arXiv:2004.05150). What is measured is a Hessian-vector product of a loss in queries, keys and values:
-the dense attention is torch's, in its only form that has second derivatives.
+Peters, Cohan, arXiv:2004.05150). The program measures a Hessian-vector product of a loss with respect to queries,
+keys and values. The dense attention is torch's MATH kernel, the only kernel with second derivatives.
 """
 
 from __future__ import annotations

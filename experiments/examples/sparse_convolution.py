@@ -1,11 +1,12 @@
-"""Convolve strokes at their ink alone: a Hessian-vector product of a network on sparse drawings.
+"""Convolve only the ink of strokes: a Hessian-vector product of a network on sparse images.
 
     python -m experiments.examples.sparse_convolution
 
-The sites are the ink of Omniglot's drawings at their full 105 x 105 pixels, of which about eight percent are ink; or,
-with `--curves`, random curves in a 3-D grid, as in Graham, van der Maaten, arXiv:1706.01307. Two submanifold
-convolutions and a mean over the sites classify them. The loss, its gradient and a Hessian-vector product in the
-weights are checked against a dense convolution of the whole grid, masked to the sites after each layer.
+The sites are the ink of Omniglot's images at their full 105 x 105 pixels. About eight percent of the pixels are
+ink. With `--curves` the sites are random curves in a 3-D grid, as in Graham, van der Maaten, arXiv:1706.01307. Two
+submanifold convolutions and a mean over the sites classify them. The loss, its gradient and a Hessian-vector
+product with respect to the weights are checked against a dense convolution. It covers the whole grid, masked to the
+sites after each layer.
 """
 
 from __future__ import annotations

@@ -33,14 +33,14 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_store():
-    """Spare each composition a copy of the whole store, a third of its time: what is loaded is a copy anyhow."""
+    """Skip the copy of the whole store in each composition, a third of its time. Loading copies already."""
     with mock.patch.object(ConfigStore, "__deepcopy__", lambda self, memo: self, create=True):
         yield
 
 
 @pytest.fixture(scope="session")
 def composed():
-    """Return a function from overrides to a typed config; the same ones are composed once."""
+    """Return a function from overrides to a typed config, which composes the same overrides only once."""
     register()
 
     @functools.cache
@@ -76,7 +76,7 @@ def fast_run(run, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start_program():
-    """Return a function that starts `python -m experiments.MODULE` anew, on one thread: the same bits anywhere."""
+    """Return a function that starts `python -m experiments.MODULE` on one thread, for the same bits anywhere."""
 
     def start(module, *arguments, cwd):
         environment = {

@@ -1,4 +1,4 @@
-"""A process that does nothing but save: it imports little, so that one after the other is started and killed."""
+"""A process that only saves. It imports little, so that many can be started and killed in sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.run import checkpoint
 def save_for_ever(path, last):
     linear = torch.nn.Linear(
         300, 300
-    )  # in the place of an optimizer too, whose first use imports the compiler
+    )  # as the optimizer as well, since the first use of a real one imports the compiler
     parts = SimpleNamespace(module=linear, optimizer=linear, schedule=linear, generator=torch.Generator())
     for step in range(10**6):
         torch.nn.init.constant_(linear.weight, step)

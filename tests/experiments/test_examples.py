@@ -1,4 +1,4 @@
-"""The example programs at a small size; each compares its derivatives with dense ones and stops where they differ."""
+"""The example programs at a small size. Each program compares its derivatives with dense derivatives."""
 
 from __future__ import annotations
 

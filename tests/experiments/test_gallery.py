@@ -1,4 +1,4 @@
-"""The gallery runs programs once, and shows what they made and why they failed."""
+"""The gallery runs programs once, and shows their output or the reason of their failure."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ FILES = {
 
 
 def imported(path):
-    """Return the modules of the programs that a file imports, where it needs types and in functions too."""
+    """Return the modules of the programs that a file imports, including imports for types and inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -25,7 +25,7 @@ NODES = {
         "sampler": {"seed": None},
     },
 }
-"""The keys of the plugins that `conf/` sets; a key that they do not have is refused."""
+"""The keys of the plugins that `conf/` sets. An unknown key raises."""
 
 CASES = [
     ("launcher=joblib", "launcher", "joblib", {}, None),
@@ -36,7 +36,7 @@ CASES = [
 
 @pytest.fixture
 def plugins(monkeypatch):
-    """Let Hydra find the nodes of the plugins, installed or not."""
+    """Register the nodes of the plugins with Hydra, whether they are installed or not."""
     register()
     Plugins.instance()  # on their first use they store nodes of their own
     store = ConfigStore.instance()

@@ -1,4 +1,4 @@
-"""The table of a grid of runs: cells run once, and what is written of them."""
+"""The table of a grid of runs: each cell runs once, and the table reports it."""
 
 from __future__ import annotations
 

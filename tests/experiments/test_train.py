@@ -37,7 +37,7 @@ FILES = [
 
 
 class SupportMean(torch.nn.Module):
-    """Shifts the predictions of a model by its mean error on support examples; it has what the protocol asks."""
+    """An algorithm of the protocol that shifts the predictions of a model by its mean error on support examples."""
 
     def __init__(self, model, loss_fn, **settings):
         super().__init__()

@@ -1,9 +1,9 @@
 """Time and weigh a meta-gradient by metagrad and by others: `python -m experiments.benchmarks.maml [WORKLOAD ...]`.
 
-Every method computes the meta-gradient of the same batch from the same weights. First all are compared in float64;
-then each runs in fresh processes, which take turns in a new order each round. Printed are medians, and ratios to the
-textbook loop within a round, which are what to quote; absolute times belong to the machine. Only torch is
-needed; higher, learn2learn, TorchOpt and JAX are run where they are installed.
+Every method computes the meta-gradient of the same batch from the same weights. First all methods are compared in
+float64. Then each method runs in fresh processes, which take turns in a new order each round. The printed values
+are medians, and ratios to the naive loop within a round. Quote the ratios, since absolute times belong to the
+machine. Only torch is needed. higher, learn2learn, TorchOpt and JAX run if they are installed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _peak(record: Record, of_loop: float | None) -> str:
 
 
 def _compile(record: Record) -> str:
-    """Say what compiling took in the first process, and with what that left in the cache."""
+    """Return the time of compilation in the first process, and with the cache of the first process."""
     cold, *warm = record.compile_seconds
     if cold < 1:
         return ""

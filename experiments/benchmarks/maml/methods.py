@@ -1,4 +1,4 @@
-"""The ways to a meta-gradient: the textbook loop, ours, and those of other libraries, by name."""
+"""The methods that compute a meta-gradient, by name: the naive loop, metagrad, and other libraries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from metagrad.core.budget import Memory
 from metagrad.tasks import Batch
 
 BASELINE = "textbook loop"
-LONGEST_GRAPH = 5  # steps; beyond, one graph of all takes minutes to compile
+LONGEST_GRAPH = 5  # steps, since one graph of more steps takes minutes to compile
 
 
 class RefusedError(Exception):
-    """A method does not do a workload; says why."""
+    """Raised with a reason if a method does not support a workload."""
 
 
 class Prepared(NamedTuple):
@@ -30,7 +30,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         run: Computes the meta-gradient, one array for each parameter.
-        peak: The bytes that it holds, where a compiler states them; None: to be measured.
+        peak: The peak in bytes that a compiler reports. None if it must be measured.
     """
 
     run: Callable[[], Sequence[Any]]
@@ -43,7 +43,7 @@ class Method:
 
     Attributes:
         prepare: Does for a workload what a training loop does once.
-        package: What has to be installed for it.
+        package: The package that must be installed.
     """
 
     prepare: Callable[[Workload], Prepared]
@@ -51,7 +51,7 @@ class Method:
 
 
 def of_loss(loss_of: Callable[[Workload], Tensor]) -> Method:
-    """Make a method of a function that computes the meta-objective on the tape."""
+    """Return a method for a function that computes the differentiable meta-objective."""
 
     def prepare(work: Workload) -> Prepared:
         return Prepared(lambda: torch.autograd.grad(loss_of(work), list(work.params.values())))
@@ -111,7 +111,7 @@ def prepare_by_hand(work: Workload) -> Prepared:
 def prepare_maml(
     work: Workload, memory: Memory, compile: bool = False, *, together: bool = False, rows: bool = False
 ) -> Prepared:
-    """Make a MAML once, as a training loop does; `memory="budget"` stands for the workload's."""
+    """Create a MAML once, as a training loop does. `memory="budget"` stands for the budget of the workload."""
     tables = [f"{name}.weight" for name, m in work.model.named_modules() if isinstance(m, nn.Embedding)]
     if rows and not tables:
         raise RefusedError("the model has no embedding tables")
@@ -146,7 +146,7 @@ def higher_loop(work: Workload) -> Tensor:
 
 
 def learn2learn_loop(work: Workload) -> Tensor:
-    """Loop over tasks by learn2learn's clones (Arnold et al. 2020); where a part adapts, of that, behind features."""
+    """Loop over tasks by learn2learn's clones (Arnold et al. 2020). Only the adapted part is cloned."""
     import learn2learn  # type: ignore[reportMissingImports]
 
     layers = dict(work.model.named_children()) if work.adapt else {}
@@ -203,9 +203,9 @@ METHODS: dict[str, Method] = {
     "JAX jit": Method(partial(prepare_jax, checkpoint=False), "jax"),
     "JAX jit, checkpoint": Method(partial(prepare_jax, checkpoint=True), "jax"),
 }
-"""What is run on every workload, and `BASELINE`, to which it is compared."""
+"""The methods that run on every workload, and `BASELINE`, the method that they are compared with."""
 
 
 def is_ours(name: str) -> bool:
-    """Say whether a method has to be right for anything to be timed."""
+    """Return whether a method must be correct before anything is timed."""
     return name.startswith("metagrad")

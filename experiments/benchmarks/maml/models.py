@@ -74,7 +74,7 @@ class Lookup(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions and what goes around them, by a third one where the shape changes."""
+    """Two convolutions with a residual connection, which has a third convolution if the shape changes."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()

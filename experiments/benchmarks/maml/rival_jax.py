@@ -1,7 +1,7 @@
 """The same meta-gradient by JAX: the models in its numpy, steps by `lax.scan`, tasks by `vmap`, all under `jit`.
 
-Convolutional tasks go one by one through a program whose steps are written out. On a CPU XLA runs a convolution
-that is vmapped over weights, or inside of a `scan`, three to ten times as long.
+Convolutional tasks run sequentially through a program with unrolled steps. On a CPU, XLA takes three to ten times as
+long for a convolution that is vmapped over weights or inside of a `scan`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Arrays = dict[str, Any]
 
 
 def compiled(work: Workload, *, checkpoint: bool) -> tuple[Callable[[], list[Any]], int]:
-    """Compile the meta-gradient; return it, and the bytes that it holds while it runs, as the compiler says.
+    """Compile the meta-gradient, and return it with its bytes at run time, as the compiler reports them.
 
     Args:
         work: The weights and the batch are handed over as NumPy arrays.

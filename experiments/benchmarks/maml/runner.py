@@ -27,12 +27,12 @@ Ask = Callable[[Request], dict[str, Any]]
 
 @dataclass
 class Record:
-    """What one method did on one workload.
+    """The results of one method on one workload.
 
     Attributes:
-        note: Why there is nothing more; empty if there is.
+        note: The reason if there is nothing more, empty otherwise.
         error: How far its gradient is from the loop's in float64, relative to the gradient.
-        rounds: What its process answered, one for each round.
+        rounds: The answers of its processes, one for each round.
     """
 
     note: str = ""
@@ -46,7 +46,7 @@ class Record:
 
     @property
     def compile_seconds(self) -> list[float]:
-        """What the first call of each process took longer than the later ones."""
+        """The time of the first call of each process, minus the time of later calls."""
         return [max(answer["first"] - answer["median"], 0.0) for answer in self.rounds]
 
 
@@ -54,7 +54,7 @@ Records = dict[str, Record]
 
 
 def ask_process(request: Request, *, threads: int, limit: float, cache: Path) -> dict[str, Any]:
-    """Have a fresh process answer; one that fails or takes longer than `limit` seconds is a refusal."""
+    """Return the answer of a fresh process, or the reason if it fails or takes longer than `limit` seconds."""
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache / re.sub(r"\W+", "-", request.method))}
     return answered(
         "experiments.benchmarks.maml.worker",
@@ -67,13 +67,13 @@ def ask_process(request: Request, *, threads: int, limit: float, cache: Path) ->
 
 @contextmanager
 def processes(threads: int, limit: float) -> Iterator[Ask]:
-    """Hand out processes; those of a method share what the compiler has cached since this began, and nothing else."""
+    """Return processes. The processes of a method share only the compiler's cache since the start of this call."""
     with tempfile.TemporaryDirectory(prefix="metagrad-bench-") as folder:
         yield partial(ask_process, threads=threads, limit=limit, cache=Path(folder))
 
 
 def counted(ask: Ask, bar: Progress[Any]) -> Ask:
-    """Show on a bar what is asked, and count the answers."""
+    """Show the requests on a progress bar, and count the answers."""
 
     def shown(request: Request) -> dict[str, Any]:
         bar.set_postfix_str(f"{request.workload}: {request.method}")
@@ -122,7 +122,7 @@ def relative_error(gradient: np.ndarray, reference: np.ndarray) -> float:
 
 
 def measure(ask: Ask, workload: str, records: Records, *, rounds: int, seconds: float) -> None:
-    """Let the methods take turns, in a new order each round, so that a drift of the machine hits all alike."""
+    """Run the methods in turns, in a new order each round, so that drift of the machine affects all equally."""
     for number in range(rounds):
         running = [name for name, record in records.items() if not record.note]
         for name in random.Random(number).sample(running, len(running)):
@@ -143,7 +143,7 @@ class Ratios:
         faster: The loop's median time over the method's, in the median over rounds.
         lowest: In the worst round.
         highest: In the best round.
-        memory: Its peak over the loop's; None if it was not weighed.
+        memory: Its peak relative to the peak of the loop. None if it was not measured.
     """
 
     faster: float
@@ -153,7 +153,7 @@ class Ratios:
 
 
 def ratios(record: Record, loop: Record) -> Ratios:
-    """Compare round by round what was measured in the same round."""
+    """Compare measurements of the same round."""
     pairs = zip(loop.rounds, record.rounds, strict=True)
     faster = [theirs["median"] / own["median"] for theirs, own in pairs]
     memory = record.peak / loop.peak if record.peak and loop.peak else None

@@ -27,13 +27,13 @@ FEWEST_CALLS = 3
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a process.
+    """A request to a process.
 
     Attributes:
         workload: Its name.
         method: Its name.
-        save: Where the gradient in float64 goes; empty if it is to be measured, in float32.
-        seconds: How long to time; 0 times nothing.
+        save: The path for the gradient in float64. Empty to measure in float32.
+        seconds: The time to spend on timing. 0 for no timing.
         weigh: Whether to measure the peak.
     """
 
@@ -49,7 +49,7 @@ class Request:
 
 
 def answer(request: Request) -> dict[str, Any]:
-    """Do what is asked; `refused` says why it cannot be done."""
+    """Run a request. The answer `refused` has the reason if it cannot run."""
     method = METHODS[request.method]
     if method.package and not _is_installed(method.package):
         return {"refused": "not installed"}
@@ -81,7 +81,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _first(prepared: Prepared) -> Any:
-    """Run for the first time; what warns that it does something else than it was asked for is refused."""
+    """Run for the first time. Raise if a warning says that the method did something else."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gradient = prepared.run()
@@ -121,7 +121,7 @@ def _stay_on(num_threads: int) -> None:
 
 
 def main() -> None:
-    """Answer one request; what libraries print goes to the error stream."""
+    """Answer one request. The output of libraries goes to the error stream."""
     request = Request(**json.loads(sys.stdin.readline()))
     _stay_on(torch.get_num_threads())
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise

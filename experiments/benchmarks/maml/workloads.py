@@ -23,15 +23,15 @@ class Workload:
     """A meta-learning problem.
 
     Attributes:
-        about: What it is, for the table.
+        about: The description in the table.
         model: Its parameters are the meta-parameters.
-        loss_fn: Of the examples of one task.
+        loss_fn: The loss of the examples of a task.
         batch: One meta-batch.
-        lr: Of the inner steps, which are plain gradient descent.
+        lr: The learning rate of the inner steps, which are plain gradient descent.
         steps: How many.
         budget: Bytes that the method with a budget may keep: more than one step needs, less than all.
-        methods: What is run; empty means all.
-        adapt: The module whose parameters adapt; empty means that all do.
+        methods: The methods that run. Empty for all methods.
+        adapt: The module whose parameters adapt. Empty for all parameters.
     """
 
     about: str
@@ -119,7 +119,7 @@ def conv4(num_tasks: int, steps: int, shots: int = 1) -> Workload:
 
 
 def anil(num_tasks: int, shots: int, steps: int) -> Workload:
-    """Conv4 of which only the head adapts (Raghu et al. 2020)."""
+    """Conv4 with only the head adapted (Raghu et al. 2020)."""
     work = conv4(num_tasks, steps, shots)
     return replace(work, about=f"{work.about}; only the head adapts", adapt="head", methods=HEADS)
 
@@ -147,7 +147,7 @@ def transformer(
 
 
 def table(rows: int) -> Workload:
-    """A table of which a task looks up few rows."""
+    """An embedding table. A task looks up only a few rows."""
     generator = torch.Generator().manual_seed(0)
 
     def examples() -> Examples:
@@ -192,4 +192,4 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "table-100k": partial(table, 10**5),
     "table-1m": partial(table, 10**6),
 }
-"""The last number in a name is that of the inner steps; of a table, of its rows."""
+"""The last number of a name is the number of inner steps, or the number of rows of a table."""

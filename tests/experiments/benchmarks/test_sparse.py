@@ -34,7 +34,7 @@ def test_prints_time_and_memory_of_every_method_and_order(program, capsys):
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_the_gradients_are_of_the_stated_function(order):
-    """Of t_0 = sin(v x) at one entry: t_0' = x cos, t_1 = x^2 cos^2, t_1' = -x^3 sin 2y, t_2' by autograd."""
+    """Check t_0 = sin(v x) at one entry: t_0' = x cos, t_1 = x^2 cos^2, t_1' = -x^3 sin 2y, t_2' by autograd."""
     work = bench.matrix(1, 1, 1).double()
     v, x = work.tensors[0].clone().requires_grad_(), work.tensors[1][0]
     t = (v * x).sin().sum()

@@ -45,10 +45,10 @@ OWN = {
         "model.args={ways: 3, hidden: 2, image_size: 4, pool: stride, norm: running}",
     ],
 }
-"""What an algorithm needs beside that."""
+"""Further settings that an algorithm needs."""
 OPTIONS = sorted(file.stem for file in CONF.glob("algorithm/*.yaml") if file.stem != "custom")
 DISTINCT = ("maml_plus_plus", "proto_maml", "imaml", "reptile")
-"""Options that the others are alike to, or that are in other tests here."""
+"""Options that differ from the other options and are not in other tests here."""
 
 
 class Corners:

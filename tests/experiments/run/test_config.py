@@ -21,7 +21,7 @@ OPTIONS = [
 ] + [f"optimizer={name}" for name in SCHEMAS["optimizer"]]
 
 
-# What tasks cannot do without, as their documentation has it.
+# Required settings of tasks, as in their documentation.
 DATA = {
     "task=fewshot": ["task.dataset._target_=mypackage.Data", "task.dataset.args={root:data}"],
     "task=folder": ["task.dataset.root=images"],
@@ -30,7 +30,7 @@ DATA = {
 
 
 def together(options):
-    """Put options of different groups into one command line; models and experiments, which look at tasks, alone."""
+    """Put options of different groups into one command line, except models and experiments, which depend on tasks."""
     groups = {}
     for option in options:
         groups.setdefault(option.partition("=")[0], []).append(option)

@@ -1,4 +1,4 @@
-"""Errors are sentences, bugs keep their tracebacks, and a folder is that of one run."""
+"""Errors are sentences, bugs keep their tracebacks, and a folder belongs to one run."""
 
 from __future__ import annotations
 

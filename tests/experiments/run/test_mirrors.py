@@ -12,7 +12,7 @@ from experiments.run.loggers import Mirror, open_mirror
 
 
 class Recorder:
-    """Stand in for a wandb run and for the module, and remember what is called."""
+    """Stand in for a wandb run and for the module, and record the calls."""
 
     Error = RuntimeError
 
@@ -105,7 +105,7 @@ def test_without_its_package_there_is_no_mirror_and_one_warning(
 
 
 class Writer:
-    """Stand in for a `SummaryWriter`, and remember what is called."""
+    """Stand in for a `SummaryWriter`, and record the calls."""
 
     def __init__(self, folder, purge_step):
         self.calls: list[tuple] = [("opened", folder, purge_step)]

@@ -36,7 +36,7 @@ def test_without_a_terminal_are_lines_with_the_time_left_and_none_in_standard_ou
 
 
 def test_lines_are_as_far_apart_as_they_should_be(clock, capsys):
-    units(clock, 8.0)  # at 8, 16 and 24 seconds; one line then, and the last one
+    units(clock, 8.0)  # at 8, 16 and 24 seconds, which prints one line, and then the last line
     assert [line[0] for line in capsys.readouterr().err.splitlines()] == ["0", "3"]
 
 

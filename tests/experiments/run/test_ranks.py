@@ -102,7 +102,7 @@ def test_processes_that_are_started_again_go_on_from_the_checkpoint(launched, tm
     assert "resume=x.pt" not in completed
 
 
-# What processes exchange, in threads
+# Communication between processes, in threads
 
 
 def test_means_are_over_all_tasks_and_a_process_without_any_does_not_count():
@@ -194,7 +194,7 @@ def root_loss(predictions, targets):
 
 
 def spoiled(part, tasks):
-    """Return tasks of which some are not finite: their losses, or their gradients, at a root of zero, alone."""
+    """Return tasks, some with NaN or Inf in their losses, or only in their gradients, at a root of zero."""
     x = torch.randn(4, 2, 5, 2).double()
     y = torch.randn(4, 2, 5, 1).double()
     if part == "loss":
@@ -253,7 +253,7 @@ def test_a_process_that_has_no_finite_task_knows_the_metrics_of_the_others():
 
 
 def torchrun(*arguments, size, cwd, restarts=0):
-    """Start processes; each error of theirs and of torchrun's is in its stderr."""
+    """Start processes. The errors of each process and of torchrun are in its stderr."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     environment.pop("HYDRA_FULL_ERROR", None)
     options = ["--standalone", f"--nproc-per-node={size}", f"--max-restarts={restarts}"]
@@ -342,7 +342,7 @@ def test_a_killed_process_ends_the_run_in_seconds_with_a_message(tmp_path):
     code, errors = completed(process)
     assert code != 0
     assert time.monotonic() - start < 25
-    assert "-9" in errors  # torchrun's: which one, and by what; it may stop the others before they notice
+    assert "-9" in errors  # torchrun names the process and the signal, and may stop the other processes first
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if nothing had happened."""
+"""A resumed run ends with the same bytes as a run without interruption."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def configured():
 
 @pytest.fixture
 def strokes(monkeypatch):
-    """Put ten characters, each of which is one bright stroke, in the place of Omniglot."""
+    """Replace Omniglot by ten characters, each with one bright stroke."""
 
     class Drawn:
         def __init__(self, *_, size=28, **__):

@@ -1,4 +1,4 @@
-"""Attacks on a graph: the meta-gradient against a dense matrix, flips that raise the loss, runs that go on."""
+"""Attacks on a graph: the meta-gradient against a dense matrix, flips that raise the loss, and resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cleaning of labels: the hypergradient against a textbook loop, wrong labels that are found, runs that go on."""
+"""Cleaning of labels: the hypergradient against a naive loop, incorrect labels that are found, and resumed runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def clouds(number, generator):
 
 @pytest.fixture
 def data():
-    """Return three clouds of points, two fifths of which are said to belong to another one."""
+    """Return three clouds of points, with two fifths of the points labeled as another cloud."""
     generator = torch.Generator().manual_seed(0)
     train, validation, test = (clouds(number, generator) for number in (30, 30, 60))
     noisy = mislabel(train, 0.4, CLASSES, generator)
@@ -111,7 +111,7 @@ def test_weights_of_a_batch_are_the_gains_of_one_step(data):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["CG", "reweight"])
 def test_wrong_labels_are_found(data, configured, name, tmp_path, monkeypatch):
-    """Clouds that do not overlap: small weights are those of wrong labels, and training gains by them."""
+    """In clouds that do not overlap, incorrect labels have small weights, and training gains from the weights."""
     monkeypatch.setattr(clean, "data_of", lambda config, seed: data)
     monkeypatch.setattr(clean, "LR", 0.3)
     options = ("steps=25", "reweight_steps=40", "batch=15", "reweight_lr=0.3", "penalties=[1e-2]")

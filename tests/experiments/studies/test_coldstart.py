@@ -1,4 +1,4 @@
-"""Cold start: the meta-gradient against a textbook loop, least squares, students kept apart, runs that go on."""
+"""Cold start: the meta-gradient against a naive loop, least squares, separate students, and resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distillation of a data set: the meta-gradient against a textbook loop, images that are learned, runs that go on."""
+"""Dataset distillation: the meta-gradient against a naive loop, images that are learned, and resumed runs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from experiments.studies.optimizers import OPTIMIZERS, by_workload, cells, rows,
 
 
 def test_the_gradient_of_the_residuals_is_that_of_the_textbook():
-    """Of a tanh unit, the Laplacian is a closed form, whose gradient is taken by plain torch."""
+    """The Laplacian of a tanh unit has a closed form, whose gradient comes from plain torch."""
     torch.manual_seed(0)
     model = mg.models.MLP([2, 5, 1], torch.nn.Tanh).double()
     (x, y), _ = optimizers.points(3)

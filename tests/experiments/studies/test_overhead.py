@@ -1,4 +1,4 @@
-"""What orders of differentiation cost: remedies return the same derivative, and rows have bytes and seconds."""
+"""The cost of orders of differentiation: all methods return the same derivative, and rows have bytes and seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REMEDIES = [
 def test_remedies_give_the_same_derivative(model):
     for quantity, remedy in REMEDIES:
         if (model, quantity, remedy) == ("table", META, "mg.checkpoint"):
-            continue  # a custom function reads the row-sparse table, which mg.checkpoint refuses
+            continue  # a custom function reads the row-sparse table, and mg.checkpoint raises for that
         expected, found = result(model, quantity, ""), result(model, quantity, remedy)
         assert (found - expected).norm() <= 1e-4 * expected.norm(), (quantity, remedy)
 

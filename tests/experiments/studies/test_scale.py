@@ -1,4 +1,4 @@
-"""What processes send is what was predicted."""
+"""Processes send as many bytes as predicted."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def textbook(search, training, alpha, params):
 
 
 def moved(search, training, alpha, params, steps):
-    """Take steps of gradient descent on the training loss, on the tape."""
+    """Take differentiable steps of gradient descent on the training loss."""
     for _ in range(steps):
         slopes = torch.autograd.grad(
             textbook(search, training, alpha, params), list(params.values()), create_graph=True

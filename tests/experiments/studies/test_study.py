@@ -66,7 +66,9 @@ def test_a_study_goes_on_where_it_ended(draws, tmp_path):
     assert ran == [("a", 0), ("a", 1), ("b", 0), "lost", ("b", 1)]
     results = json.loads((tmp_path / "results.json").read_text())
     assert [(one["cell"], one["seed"]) for one in results] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert results[0]["mean"] == results[2]["mean"] != results[1]["mean"]  # by the seed of the cell alone
+    assert (
+        results[0]["mean"] == results[2]["mean"] != results[1]["mean"]
+    )  # depends only on the seed of the cell
     assert (tmp_path / "b" / "1" / "numbers.txt").exists()
 
 
