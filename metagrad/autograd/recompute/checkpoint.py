@@ -17,11 +17,10 @@ from torch.autograd.graph import Node
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.recompute.fingerprint import Fingerprint
-from metagrad.autograd.recompute.replay import record
+from metagrad.autograd.recompute.replay import CallState, record
 from metagrad.core import _torch
 from metagrad.core._torch import Context, Function
 from metagrad.core.checks import check_function, warn
-from metagrad.core.reach import Reached
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, fresh_leaf, plus
 
@@ -109,11 +108,11 @@ def recording_call(
     kwargs: dict[str, Any],
     *,
     name: str,
-    reached: Reached | None = None,
+    state: CallState | None = None,
     num_kept: int = 0,
 ) -> T:
-    """Call a function, keeping only its inputs; the arguments are those of :func:`~.replay.record`."""
-    recording = record(fn, args, kwargs, name=name, reached=reached, num_kept=num_kept)
+    """Call a function and keep only its inputs. The arguments are those of :func:`~.replay.record`."""
+    recording = record(fn, args, kwargs, name=name, state=state, num_kept=num_kept)
     return attach(recording.call, recording.tensors, recording.outputs, recording.structure)
 
 

@@ -1,9 +1,13 @@
-"""One call of a function, recorded so that it can be run again on other values of what it read.
+"""One call of a function, recorded so that it can be run again on other values of the tensors that it read.
 
-A :class:`Call` remembers, at call time, everything that can differ later: the arguments, the tensors that the
-function read without being handed them (:mod:`metagrad.core.reach`), the modules (:mod:`metagrad.core.modules`),
-random numbers, autocast and flags (:mod:`metagrad.core.capture`), and function modes (:mod:`metagrad.core.dispatch`).
-The second run has all of these as the first one had them, and its results are compared with those of the first.
+A :class:`Call` remembers at call time everything that can differ later:
+
+- the arguments, and the other tensors that the function reads (:mod:`metagrad.core.reach`);
+- the modules (:mod:`metagrad.core.modules`);
+- random numbers, autocast and flags (:mod:`metagrad.core.capture`);
+- function modes (:mod:`metagrad.core.dispatch`).
+
+The second run sees all of these as the first run saw them. Its results are compared with those of the first run.
 """
 
 from __future__ import annotations
@@ -18,20 +22,46 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from metagrad.autograd.recompute.fingerprint import Fingerprint, are_equal, difference, is_deterministic
-from metagrad.core.capture import AutocastState, Flags, RandomState, restored
+from metagrad.autograd.recompute.fingerprint import (
+    Fingerprint,
+    are_equal,
+    difference,
+    is_deterministic,
+    kind_of,
+)
+from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.dispatch import DispatchState
 from metagrad.core.modules import ModuleSnapshot, check_substitutable, content_of, is_as_it_was
 from metagrad.core.reach import Place, Reached, placed
 from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, plain_values
 
 Edge: TypeAlias = "tuple[Node, int]"
-"""A node, and which of its inputs: what a tensor with a graph is known by."""
+"""A node and the number of one of its inputs. An edge identifies a tensor that has a graph."""
 
 REPEAT = (
-    "It must do the same again: depend on its arguments, on the tensors that it reads, on the random numbers of "
-    "torch, NumPy and Python, and on the attributes of its modules alone."
+    "It must do the same again: depend only on its arguments, on the tensors that it reads, on the random numbers of "
+    "torch, NumPy and Python, and on the attributes of its modules."
 )
+_SMALL = 2**12
+"""Bytes of a storage up to which a result is kept, since a fingerprint takes longer than a comparison."""
+
+
+class CallState:
+    """What the calls of a loop share: what they can reach, and the settings of torch when the loop begins.
+
+    Args:
+        fn: The function that the loop calls.
+        name: How errors name the function.
+
+    Raises:
+        TypeError: TorchScript has compiled one of the modules that ``fn`` can reach.
+        ValueError: A parameter of such a module is sharded.
+    """
+
+    def __init__(self, fn: Callable[..., Tree], name: str) -> None:
+        self.reached = Reached(fn)
+        check_substitutable(name, self.reached.modules)
+        self.settings = Flags(), AutocastState(), DispatchState()
 
 
 class Recording(NamedTuple):
@@ -39,10 +69,10 @@ class Recording(NamedTuple):
 
     Attributes:
         call: The call, as a function of ``tensors``.
-        tensors: What it can be differentiated with respect to: the tensors among its arguments, then the other
-            tensors that it read and that require grad.
-        outputs: The tensors it returned, each a fresh leaf whose ``requires_grad`` says if it had a graph.
-        structure: Where these stand in the returned tree.
+        tensors: The tensors to differentiate with respect to: those among the arguments, then the other tensors that
+            the function read and that require grad.
+        outputs: The returned tensors, as fresh leaves. ``requires_grad`` says whether the tensor had a graph.
+        structure: The returned tree without its tensors.
     """
 
     call: Call
@@ -51,8 +81,14 @@ class Recording(NamedTuple):
     structure: Structure
 
 
-class Found(NamedTuple):
-    """A tensor that a call could read without being handed it."""
+class ReachedTensor(NamedTuple):
+    """A tensor that a call could read although it is no argument.
+
+    Attributes:
+        place: Where the tensor is held.
+        tensor: The tensor.
+        content: A copy of the tensor, or its version. None if neither is known.
+    """
 
     place: Place
     tensor: Tensor
@@ -65,29 +101,29 @@ class Call:
     Attributes:
         fn: The function.
         name: How errors name the call.
-        leaves: By the number of an operand: the leaf that the operand was in the first run.
-        differentiated: Which operands required grad.
+        leaves: The leaf that an operand was in the first run, by the number of the operand.
+        differentiated: For each operand, True if it required grad.
     """
 
     def __init__(
-        self, fn: Callable[..., Tree], name: str, given: list[Tensor], arguments: Structure, reached: Reached
+        self, fn: Callable[..., Tree], name: str, given: list[Tensor], arguments: Structure, state: CallState
     ) -> None:
-        self.fn, self.name, self.arguments = fn, name, arguments
+        self.fn, self.name, self.arguments, self.state = fn, name, arguments, state
         first = {id(tensor): index for index, tensor in reversed(list(enumerate(given)))}
         self.handed = [first[id(tensor)] for tensor in given]
         self.numbers: list[int | None] = []
         self.leaves: dict[int, Tensor] = {}
         self.differentiated: list[bool] = []
         self.written: set[int] = set()
+        reached = state.reached
         self.cells = [(Place(cell, "cell_contents"), cell.cell_contents) for cell in reached.cells]
         kept = reached.contents
         self.found = [
-            Found(place, t, content_of(t, kept if t.is_cpu else None)) for place, t in reached.tensors
+            ReachedTensor(place, t, content_of(t, kept if t.is_cpu else None)) for place, t in reached.tensors
         ]
         self.random = RandomState(reached.generators, reached.libraries)
-        self.surroundings = Flags(), AutocastState(), self.random, DispatchState()
         self.modules = ModuleSnapshot(reached.modules, reached.contents)
-        self.graph: Graph | None = None
+        self.expected: ExpectedResults | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the function again, on other tensors, and compare."""
@@ -95,32 +131,31 @@ class Call:
         with self._set_up(tensors):
             outputs, _ = dissect(self.fn(*args, **kwargs))
         is_whole = [tensor.requires_grad for tensor in tensors] == self.differentiated
-        assert self.graph is not None
-        found = self.graph.difference(outputs, _edges(tensors) if is_whole else None)
+        assert self.expected is not None
+        found = self.expected.difference(outputs, _edges(tensors) if is_whole else None)
         if found is not None:
             raise RuntimeError(
                 f"{self.name}: the function did not repeat when it was recomputed: {found}. {REPEAT}"
             )
         return outputs
 
-    def close(
-        self, given: list[Tensor], outputs: list[Tensor], reached: Reached, num_kept: int
-    ) -> list[Tensor]:
-        """End the record, and drop the graph of ``outputs``; return the tensors that were read besides ``given``."""
+    def close(self, given: list[Tensor], outputs: list[Tensor], num_kept: int) -> list[Tensor]:
+        """End the record and drop the graph of ``outputs``. Return the tensors that were read besides ``given``."""
+        reached = self.state.reached
         self.random.close()
-        # The state of NumPy and Python takes long to read. A later call of a loop that is the first to draw from them
-        # does not repeat, which is an error.
+        # Reading the state of NumPy and Python takes long, so a loop does it only once. If a later call is the first
+        # one that draws from them, it does not repeat and raises.
         reached.libraries = {g.library for g, _ in self.random.states} | (reached.libraries or set())
         self._note_writes()
         tensors = [*(found.tensor for found in self.found), *given]
         known = _edges(tensors)
         walk = _walk(outputs, known)
-        self.graph = Graph(walk, outputs, num_kept)
+        self.expected = ExpectedResults(walk, outputs, num_kept)
         read = [known[edge] for edge in walk.crossed]
         hidden = [weakref.ref(leaf) for leaf in walk.leaves]
         outputs.clear()
         del walk
-        # Leaves that the function made itself are gone with the graph.
+        # Leaves that the function made are freed with the graph.
         read += [leaf for reference in hidden if (leaf := reference()) is not None]
         own = set(map(id, given))
         read = list({id(t): t for t in read if id(t) not in own}.values())
@@ -132,21 +167,21 @@ class Call:
 
     @contextlib.contextmanager
     def _set_up(self, tensors: Sequence[Tensor]) -> Generator[None]:
-        """Set up what was around the call, with other tensors for the operands that it finds there."""
+        """Restore the surroundings of the call, with other tensors for its operands."""
         copies: dict[int, Tensor] = {}
         values = [
             (found.place, self._again(found, copies) if number is None else tensors[number])
             for found, number in zip(self.found, self.numbers, strict=True)
         ]
-        with (
-            restored(*self.surroundings),
-            self.modules.restored(self.name),
-            placed([*self.cells, *values]),
-        ):
+        with contextlib.ExitStack() as stack:
+            for setting in (*self.state.settings, self.random):
+                stack.enter_context(setting.restored())
+            stack.enter_context(self.modules.restored(self.name))
+            stack.enter_context(placed([*self.cells, *values]))
             yield
 
-    def _again(self, found: Found, copies: dict[int, Tensor]) -> Tensor:
-        """Return a constant as the call found it: a copy if it has changed since, or if the call writes into it."""
+    def _again(self, found: ReachedTensor, copies: dict[int, Tensor]) -> Tensor:
+        """Return a constant as the call found it: a copy if it has changed or if the call writes into it."""
         key = id(found.tensor)
         if key in self.written or not is_as_it_was(found.tensor, found.content):
             if not isinstance(found.content, Tensor):
@@ -159,11 +194,7 @@ class Call:
         return found.tensor
 
     def _note_writes(self) -> None:
-        """Note which constants the call wrote into.
-
-        Raises:
-            ValueError: No copy is kept of one of them.
-        """
+        """Note which constants the call wrote into. Raise ``ValueError`` if no copy of one of them is kept."""
         self.written = {id(f.tensor) for f in self.found if not is_as_it_was(f.tensor, f.content)}
         for found in self.found:
             if id(found.tensor) in self.written and not isinstance(found.content, Tensor):
@@ -174,27 +205,36 @@ class Call:
                 )
 
 
-class Graph:
-    """What a recomputation is compared with: the results, and the graph that they have.
+class ExpectedResults:
+    """What the results of a recomputation are compared with: the first results and the form of their graph.
+
+    Results that the caller keeps, and small ones after them, are kept. Of the others, a fingerprint is kept.
 
     Args:
-        walk: The graph.
-        outputs: The results.
-        num_kept: How many of the first results are kept themselves.
+        walk: The graph of the first results.
+        outputs: The first results.
+        num_kept: How many of the first results the caller keeps anyway, so that they can be kept here.
     """
 
-    def __init__(self, walk: _Walk, outputs: list[Tensor], num_kept: int) -> None:
+    def __init__(self, walk: _GraphWalk, outputs: list[Tensor], num_kept: int) -> None:
         self.form = walk.form()
         self.custom = _kept_by_custom(walk.nodes)
-        self.kept = [(output.detach(), output._version) for output in outputs[:num_kept]]
-        self.others = Fingerprint(outputs[num_kept:]) if outputs[num_kept:] else None
+        self.count = len(outputs)
+        self.kept = {
+            i: (output.detach(), output._version)
+            for i, output in enumerate(outputs)
+            if i < num_kept or (num_kept and _is_small(output))
+        }
+        others = [output for i, output in enumerate(outputs) if i not in self.kept]
+        self.others = Fingerprint(others) if others else None
 
     def difference(self, outputs: list[Tensor], boundary: Container[Edge] | None) -> str | None:
-        """Return what is not as it was; None if nothing is.
+        """Return what differs from the first run, or None.
 
         Args:
             outputs: The results of the recomputation.
-            boundary: Where their graph ends; None if not all that required grad does again.
+            boundary: Where their graph ends. None if fewer operands require grad than in the first run, so that the
+                graphs cannot be compared.
         """
         found = self._difference_of_results(outputs)
         if found is not None or boundary is None:
@@ -207,20 +247,22 @@ class Graph:
         return None
 
     def _difference_of_results(self, outputs: list[Tensor]) -> str | None:
+        if len(outputs) != self.count:
+            return f"it returned {self.count} tensors, and returns {len(outputs)}"
         exact = is_deterministic()
-        # Who wrote into a result since may do so.
+        # The caller may write into a result, which then is no longer what the first run returned.
         kept = [
-            (index, tensor, output)
-            for index, ((tensor, version), output) in enumerate(zip(self.kept, outputs, strict=False))
+            (index, tensor, outputs[index])
+            for index, (tensor, version) in self.kept.items()
             if tensor._version == version
         ]
         if not are_equal([(tensor, output) for _, tensor, output in kept]):
             for index, tensor, output in kept:
                 if found := difference(index, tensor, output, exact=exact):
                     return found
-        others = outputs[len(self.kept) :]
         if self.others is None:
-            return "it returns more tensors" if others else None
+            return None
+        others = [output for index, output in enumerate(outputs) if index not in self.kept]
         return self.others.difference(others, exact=exact)
 
 
@@ -230,31 +272,29 @@ def record(
     kwargs: dict[str, Any],
     *,
     name: str,
-    reached: Reached | None = None,
+    state: CallState | None = None,
     num_kept: int = 0,
 ) -> Recording:
-    """Call ``fn(*args, **kwargs)`` and record what it takes to call it again.
+    """Call ``fn(*args, **kwargs)`` and record everything that calling it again needs.
 
-    The graph of what is returned is dropped. A tensor that leaves by another way, such as a penalty that is appended
-    to a list, keeps its own.
+    The graph of the returned tensors is dropped. A tensor that leaves ``fn`` in another way, such as a penalty that
+    is appended to a list, keeps its own graph.
 
     Args:
-        fn: Returns a tree of tensors, and does the same when it is run again.
+        fn: Returns a tree of tensors, and repeats its computation when it is called again.
         args: Trees of tensors and constants.
-        kwargs: Likewise.
+        kwargs: Trees of tensors and constants.
         name: How errors name the call.
-        reached: What ``fn`` can reach, if it is known.
-        num_kept: How many of the first results are kept somewhere anyway, so that they can be compared with the
-            recomputed ones themselves; of the others a fingerprint is kept.
+        state: What the calls of a loop share. None for a single call.
+        num_kept: How many of the first results the caller keeps anyway. The recomputed ones are compared with them.
 
     Raises:
         ValueError: ``fn`` writes in place into an argument, or into another tensor that is no buffer of a module.
     """
     given, arguments = dissect((args, kwargs))
-    reached = Reached(fn) if reached is None else reached
-    check_substitutable(name, reached.modules)
+    state = CallState(fn, name) if state is None else state
     versions = [_version(tensor) for tensor in given]
-    call = Call(fn, name, given, arguments, reached)
+    call = Call(fn, name, given, arguments, state)
     with torch.enable_grad():
         outputs, structure = dissect(fn(*args, **kwargs))
     if [_version(tensor) for tensor in given] != versions:
@@ -264,18 +304,18 @@ def record(
         )
     results = [fresh_leaf(output) for output in outputs]
     tensors = [tensor.clone() if tensor.is_inference() else tensor for tensor in given]
-    tensors += call.close(given, outputs, reached, num_kept)
+    tensors += call.close(given, outputs, num_kept)
     return Recording(call, tensors, results, structure)
 
 
-class _Walk(NamedTuple):
-    """What is behind some tensors.
+class _GraphWalk(NamedTuple):
+    """The graph behind some tensors.
 
     Attributes:
         nodes: The nodes, without those of leaves.
-        num_edges: How many edges lead on from them.
+        num_edges: The number of edges that leave the nodes.
         crossed: The edges at which the walk stopped.
-        leaves: The leaves that it ended at.
+        leaves: The leaves at which the walk ended.
     """
 
     nodes: list[Node]
@@ -284,7 +324,7 @@ class _Walk(NamedTuple):
     leaves: list[Tensor]
 
     def form(self) -> tuple[int, int]:
-        """Return what tells most graphs apart: the kinds of their nodes, and how many edges there are."""
+        """Return a hash of the kinds of nodes, and the number of edges, which distinguish most graphs."""
         kinds = (_RESHAPES.get(type(node), type(node)) for node in self.nodes)
         return hash(tuple(kinds)), self.num_edges
 
@@ -295,7 +335,7 @@ with torch.inference_mode(False), torch.enable_grad():
     _RESHAPES = {type(shaped.grad_fn): Tensor.reshape for shaped in (_COLUMN.view(2), _COLUMN.reshape(2))}
 
 
-def _walk(outputs: Iterable[Tensor], boundary: Container[Edge]) -> _Walk:
+def _walk(outputs: Iterable[Tensor], boundary: Container[Edge]) -> _GraphWalk:
     """Walk a graph up to the edges of some tensors."""
     nodes: list[Node] = []
     crossed: dict[Edge, None] = {}
@@ -308,16 +348,20 @@ def _walk(outputs: Iterable[Tensor], boundary: Container[Edge]) -> _Walk:
         node = edge[0]
         if edge in boundary:
             crossed[edge] = None
-        elif node not in seen:
-            seen.add(node)
-            successors = [successor for successor in node.next_functions if successor[0] is not None]
-            if successors:
-                nodes.append(node)
-                num_edges += len(successors)
-                stack += successors
-            elif (leaf := getattr(node, "variable", None)) is not None:
-                leaves.append(leaf)
-    return _Walk(nodes, num_edges, crossed, leaves)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        before = num_edges
+        for successor in node.next_functions:
+            if successor[0] is not None:
+                num_edges += 1
+                stack.append(successor)
+        if num_edges > before:
+            nodes.append(node)
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+    return _GraphWalk(nodes, num_edges, crossed, leaves)
 
 
 def _edges(tensors: Iterable[Tensor]) -> dict[Edge, Tensor]:
@@ -325,8 +369,13 @@ def _edges(tensors: Iterable[Tensor]) -> dict[Edge, Tensor]:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Return how often a tensor was written into; inference tensors do not count it."""
+    """Return how often a tensor was written into, or None for inference tensors, which do not count writes."""
     return tensor._version if tensor.requires_grad or not tensor.is_inference() else None
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Return whether keeping a plain tensor takes little memory. A small view can hold a large storage."""
+    return kind_of(tensor) is not None and tensor.untyped_storage().nbytes() <= _SMALL
 
 
 def _kept_by_custom(nodes: Iterable[Node]) -> list[tuple[Any, ...]]:
@@ -334,6 +383,6 @@ def _kept_by_custom(nodes: Iterable[Node]) -> list[tuple[Any, ...]]:
     found = []
     for node in nodes:
         if isinstance(node, BackwardCFunction):
-            inner = getattr(getattr(node, "call", None), "graph", None)
+            inner = getattr(getattr(node, "call", None), "expected", None)
             found.append((type(node), plain_values(vars(node)), inner and (inner.form, inner.custom)))
     return found

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.recompute.checkpoint import attach, recording_call
-from metagrad.autograd.recompute.replay import Recording, record
+from metagrad.autograd.recompute.replay import CallState, Recording, record
 from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.core.budget import BudgetError, device_of, free_bytes
-from metagrad.core.reach import Reached
 from metagrad.core.tree import Tree, dissect, tree_map
 from metagrad.memory.storages import Ledger, StorageMode
 
 Step = Callable[..., tuple[Tree, Tree]]
 Loop = Callable[[Step, Tree, tuple[Any, ...], range], tuple[Tree, Tree]]
 """A step, a state, arguments and step numbers to the last state and the stacked aux."""
+
+_STEP = "unroll(step, ...)"
+"""How errors name the step."""
 
 
 def loop_keeping(memory: str | int, tensors: Tree, loops: Mapping[str, Loop] | None = None) -> Loop:
@@ -53,11 +55,11 @@ def recomputed(
     step: Step, state: Tree, args: tuple[Any, ...], times: range, *, name: str = "at t={}"
 ) -> tuple[Tree, Tree]:
     """Keep a state for each step."""
-    reached, num_kept = Reached(step), len(dissect(state)[0])
+    shared, num_kept = CallState(step, _STEP), len(dissect(state)[0])
 
     def recomputed_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
-        called = f"unroll(step, ...) {name.format(t)}"
-        return recording_call(step, (state, t, *args), {}, name=called, reached=reached, num_kept=num_kept)
+        called = f"{_STEP} {name.format(t)}"
+        return recording_call(step, (state, t, *args), {}, name=called, state=shared, num_kept=num_kept)
 
     return plain(recomputed_step, state, args, times)
 
@@ -179,7 +181,7 @@ class Trial:
         self.step = step
         self.args = args
         self.budget = budget
-        self.reached = Reached(step)
+        self.shared = CallState(step, _STEP)
         self.check = StateCheck(state)
         self.ledger = Ledger(device_of(state, args))
         self.state = state
@@ -209,8 +211,8 @@ class Trial:
                 taken.append(checked_pair(self.step(state, t, *args), t))
             return taken[0]
 
-        called = f"unroll(step, ...) at t={t}"
-        recording = record(measured, (self.state, t, *self.args), {}, name=called, reached=self.reached)
+        called = f"{_STEP} at t={t}"
+        recording = record(measured, (self.state, t, *self.args), {}, name=called, state=self.shared)
         recording.call.fn = self.step
         # With their graph: what leaves a recorded function by another way than its return value keeps its own.
         self.state, aux = taken.pop()
