@@ -1,9 +1,8 @@
-"""Recomputation instead of storage, closed under differentiation.
+"""Gradient checkpointing that is closed under differentiation.
 
-A recomputed call keeps its operands and nothing else. Its derivative is the vector-Jacobian product of the
-call, which is again a function of operands alone: asked for a derivative that can be differentiated again, it
-is recomputed in its turn. So memory stays at the operands at every order, where keeping the graph of the first
-derivative would store everything after all.
+A checkpointed call stores only its operands. Its derivative is the vector-Jacobian product of the call, which is also
+a function of operands. If that derivative is to be differentiated again, it is checkpointed as well. So only operands
+are stored at every order. Storing the graph of the first derivative would store everything.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 
 class TensorFunction(Protocol):
-    """A deterministic function of a flat list of tensors; an output may be None where nothing flows."""
+    """A deterministic function of a flat list of tensors. An output is None if its derivative is zero."""
 
     def __call__(self, tensors: Sequence[Tensor], /) -> Sequence[Tensor | None]:
         """Compute."""
@@ -36,48 +35,47 @@ class TensorFunction(Protocol):
 
 
 def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
-    """Call ``fn(*args, **kwargs)``, keeping its inputs and recomputing everything else when differentiated.
+    """Call ``fn(*args, **kwargs)``, store only its inputs, and recompute the rest in the backward pass.
 
-    It is exact at every order, and recomputes at every order: the graph of a gradient (``create_graph=True``) is not
-    stored either. The recomputation sees what the call saw:
+    This is gradient checkpointing that is exact at every order. It also recomputes at every order: the graph of a
+    gradient (``create_graph=True``) is not stored. The recomputation sees the same state as the call:
 
-    - the random numbers of torch, NumPy and Python, and of generators that ``fn`` can reach;
-    - autocast, and the flags of torch that choose dtypes and kernels;
-    - the tensors that ``fn`` can reach through its closure, its defaults, globals, modules and other objects, such as
-      the weights that :func:`torch.func.functional_call` put into a module for the duration of an outer call;
-    - the flags, numbers, containers and buffers of the modules that ``fn`` can reach, which it leaves as it finds
-      them. Buffers that are written in place or bound anew are updated once.
+    - Random numbers of torch, NumPy and Python, and of generators that ``fn`` can reach.
+    - Autocast state, and flags of torch that choose dtypes and kernels.
+    - Tensors that ``fn`` can reach through its closure, its defaults, globals, modules and other objects. An example
+      is a weight that :func:`torch.func.functional_call` puts into a module during an outer call.
+    - Flags, numbers, containers and buffers of the modules that ``fn`` can reach. The recomputation leaves them
+      unchanged, so that buffers are updated once.
 
-    A recomputation that does not repeat the call raises an error. Its results are compared, and the kinds and number
-    of the operations in their graph.
+    A recomputation that does not repeat the call raises an error. The results are compared, and the kinds and number
+    of operations in their graph.
 
-    A tensor that leaves ``fn`` by another way than its return value (an attribute, a list, also one that is an
-    argument) keeps its own graph, so that its gradient is right as well. That graph is stored.
+    A tensor that leaves ``fn`` through an attribute or a list, not through the return value, keeps its own graph. Its
+    gradient is correct, but that graph is stored.
 
     Args:
-        fn: A function of trees of tensors, or a module, that repeats its computation when it is called again.
-        *args: Trees of tensors and constants.
-        **kwargs: Likewise.
+        fn: A function of pytrees of tensors, or a module, that repeats its computation when it is called again.
+        *args: Pytrees of tensors and constants.
+        **kwargs: Pytrees of tensors and constants.
 
     Returns:
-        What ``fn`` returns: a tree of tensors and constants.
+        The return value of ``fn``, a pytree of tensors and constants.
 
     Raises:
-        ValueError: ``fn`` writes in place into its arguments, into a tensor that requires grad, or into a tensor of
-            more than 16384 entries that it did not make.
-        RuntimeError: On differentiation, if something ``fn`` reads was modified in place since, or if ``fn`` does
-            not repeat what it did.
+        ValueError: ``fn`` writes in place into an argument or into a tensor that requires grad. Or it writes into a
+            tensor of more than 16384 entries that another function made.
+        RuntimeError: In the backward pass, if a tensor that ``fn`` reads was modified in place, or if ``fn`` does not
+            repeat its computation.
 
     Note:
-        A change is not detected if it shows neither in the results nor in the operations that are differentiable: a
-        number that only a hook reads, a number that scales a result of zero, or one by which a gradient inside ``fn``
-        is scaled that the results do not show.
-        Numbers are compared bit by bit in one thread of a CPU and under :func:`torch.use_deterministic_algorithms`,
-        and elsewhere to rounding. Side effects of ``fn`` on objects that are neither modules nor lists and dicts
-        among the arguments (it appends to a list of its own) happen again at each recomputation.
+        A change is not detected if it affects neither the results nor the differentiable operations. Examples are a
+        number that only a hook reads and a number that scales a result of zero.
+        Numbers are compared bitwise in one CPU thread and under :func:`torch.use_deterministic_algorithms`, and to
+        rounding otherwise. Side effects of ``fn`` on objects other than modules, and lists and dicts among the
+        arguments, happen again at each recomputation.
 
-        Inside a ``torch.func`` transform (``vmap``, ``grad``, ...) and in forward mode ``fn`` is called without
-        recomputation and its graph is stored, with a warning: put the checkpoint around the transform.
+        Inside a ``torch.func`` transform (``vmap``, ``grad``, ...) and in forward mode, ``fn`` is called without
+        recomputation. Its graph is stored, with a warning. Put the checkpoint around the transform.
 
     Example:
         >>> x = torch.tensor(2.0, requires_grad=True)
@@ -111,13 +109,13 @@ def recording_call(
     state: CallState | None = None,
     num_kept: int = 0,
 ) -> T:
-    """Call a function and keep only its inputs. The arguments are those of :func:`~.replay.record`."""
+    """Call a function and keep only its inputs. See :func:`~.replay.record` for the arguments."""
     recording = record(fn, args, kwargs, name=name, state=state, num_kept=num_kept)
     return attach(recording.call, recording.tensors, recording.outputs, recording.structure)
 
 
 def cannot_recompute() -> str | None:
-    """Name the transform or mode that is active and does not allow recomputation; None if there is none."""
+    """Return the name of an active transform or mode that does not allow recomputation, or None."""
     if _torch.functorch_is_active():
         return "inside a torch.func transform"
     if _torch.forward_level() >= 0:
@@ -128,16 +126,16 @@ def cannot_recompute() -> str | None:
 def attach(
     call: TensorFunction, tensors: Sequence[Tensor], outputs: Sequence[Tensor], structure: Structure
 ) -> Tree:
-    """Put the known outputs of a call on the tape, as a recomputed function of its tensors.
+    """Return the known outputs of a call with a graph: a checkpointed function of ``tensors``.
 
     Outputs that do not require grad are constants.
     """
-    return structure.fill(_Recomputed.apply(call, outputs, *tensors))
+    return structure.fill(_Checkpointed.apply(call, outputs, *tensors))
 
 
 def recomputed(call: TensorFunction, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Run a call so that only its operands are kept for its derivatives."""
-    return _Recomputed.apply(_Repeatable(call), None, *operands)
+    """Run a call and store only its operands for its derivatives."""
+    return _Checkpointed.apply(_ComparedCall(call), None, *operands)
 
 
 class Vjp:
@@ -145,9 +143,9 @@ class Vjp:
 
     Args:
         call: The function :math:`y(x)`.
-        num_tensors: How many of the operands are :math:`x`; the others are :math:`\bar y`.
-        wanted: Which of :math:`x` to differentiate with respect to.
-        present: Which outputs the cotangents belong to.
+        num_tensors: How many of the first operands are :math:`x`. The rest are :math:`\bar y`.
+        wanted: The numbers of the operands to differentiate with respect to.
+        present: The numbers of the outputs that have a cotangent.
     """
 
     def __init__(
@@ -157,11 +155,11 @@ class Vjp:
         self.num_tensors = num_tensors
         self.wanted = wanted
         self.present = present
-        # The function may read a leaf in a place that is not known, where no other tensor stands for it.
+        # The function may read a leaf from an unknown place, where no other tensor can be substituted for it.
         self.leaves: dict[int, Tensor] = getattr(call, "leaves", {})
 
     def __call__(self, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return one cotangent for each wanted tensor, None where it has no influence."""
+        """Return one cotangent for each wanted tensor, or None if the outputs do not depend on it."""
         create_graph = torch.is_grad_enabled()
         tensors, cotangents = operands[: self.num_tensors], operands[self.num_tensors :]
         with torch.enable_grad():
@@ -178,10 +176,10 @@ class Vjp:
         return [plus(gradient, natively.get(i)) for i, gradient in zip(self.wanted, found, strict=False)]
 
 
-class _Repeatable:
-    """A call whose results are compared with those of its first run: hooks may differ in a backward pass as well.
+class _ComparedCall:
+    """A call that compares its results with the results of its first run, since hooks may change.
 
-    They are compared to rounding: with a graph of its own, some derivatives are computed by other operations.
+    The comparison allows rounding errors. Torch computes some derivatives by other operations if they need a graph.
     """
 
     def __init__(self, call: TensorFunction) -> None:
@@ -190,7 +188,7 @@ class _Repeatable:
 
     @property
     def leaves(self) -> dict[int, Tensor]:
-        """The leaves that the operands of the call were."""
+        """The leaf that an operand was in the first run, by the number of the operand."""
         return getattr(self.call, "leaves", {})
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -212,10 +210,10 @@ def vjp(
     needed: Sequence[bool],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Compute the vector-Jacobian product of a call, recomputing it; differentiable where grad mode is on.
+    """Recompute a call and compute its vector-Jacobian product, which is differentiable in grad mode.
 
     Returns:
-        One cotangent for each of ``tensors``; None where it is not needed, or the results do not depend on it.
+        One cotangent for each of ``tensors``. None if it is not needed, or if no result depends on the tensor.
     """
     wanted = [i for i, need in enumerate(needed) if need]
     present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
@@ -230,20 +228,20 @@ def vjp(
 
 
 def _private(tensor: Tensor, create_graph: bool) -> Tensor:
-    """Return a distinct tensor for each operand: the same tensor in two arguments has two derivatives."""
+    """Return a tensor of its own for each operand. A tensor in two arguments has two derivatives."""
     if create_graph and tensor.requires_grad:
         return tensor.view_as(tensor)
     return fresh_leaf(tensor)
 
 
 class _CallContext(Context, Protocol):
-    """What the derivatives of a call have."""
+    """The context of a checkpointed call."""
 
     call: TensorFunction
 
 
-class _Recomputed(Function):
-    """A call whose derivatives are recomputed from its operands."""
+class _Checkpointed(Function):
+    """A call that is run again, from its operands, for each derivative."""
 
     @staticmethod
     def forward(
@@ -266,7 +264,7 @@ class _Recomputed(Function):
 
     @staticmethod
     def nodes_inside(ctx: _CallContext) -> Iterator[Node]:
-        """Walk the graph of the call, which is run again for that."""
+        """Run the call again and yield the nodes of its graph."""
         with torch.enable_grad():
             outputs = ctx.call([fresh_leaf(tensor) for tensor in ctx.saved_tensors])
         return graph_nodes([output for output in outputs if output is not None])

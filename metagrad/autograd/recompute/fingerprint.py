@@ -1,6 +1,6 @@
-"""Fingerprints of the results of a call, to compare them with those of a recomputation.
+"""Fingerprints of the results of a call, to compare them with the results of a recomputation.
 
-A fingerprint has the shape, the dtype, a few entries and the sum of each tensor. It takes microseconds and little
+A fingerprint holds the shape, the dtype, a few entries and the sum of each tensor. It takes microseconds and little
 memory.
 """
 
@@ -16,26 +16,26 @@ from torch import Tensor
 from metagrad.core._torch import is_functorch_wrapped
 
 _NUM_SAMPLES = 32
-_MANY = 2**14  # entries, beyond which a tensor is summed by itself
+_MANY = 2**14  # a sum of at most this many entries is computed in float64
 
 RELATIVE_ERROR = 1e-5
-"""By how much a number may differ when it is computed again by operations that round differently every time."""
-
+"""Relative difference that is allowed if an operation rounds differently each time."""
 
 _PLAIN_DISPATCH = getattr(Tensor, "__torch_dispatch__")  # noqa: B009, torch leaves it without a type
 
 
 def is_deterministic() -> bool:
-    """Return whether the same operations give the same bits: in one CPU thread, or where torch was asked to."""
+    """Return whether the same operations give the same bits: in one CPU thread, or with deterministic algorithms."""
     if torch.are_deterministic_algorithms_enabled():
         return True
     return torch.get_num_threads() == 1 and not torch.cuda.is_initialized()
 
 
 class Fingerprint:
-    """The fingerprint of some tensors; what is None, sparse, or of a ``torch.func`` transform has none.
+    """The fingerprint of some tensors.
 
-    The numbers of tensors on a device other than the CPU are not read before they are compared.
+    None, sparse tensors and tensors of a ``torch.func`` transform have no fingerprint. The numbers of tensors on an
+    accelerator are read only when they are compared.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
@@ -47,11 +47,11 @@ class Fingerprint:
             ]
 
     def difference(self, tensors: Sequence[Tensor | None], *, exact: bool) -> str | None:
-        """Return what differs from tensors that should be the same; None if nothing does.
+        """Return a sentence about the first difference from ``tensors``, or None.
 
         Args:
-            tensors: As many as there were.
-            exact: Whether they must agree bit by bit, and not to rounding.
+            tensors: As many tensors as the fingerprint has.
+            exact: True if all bits must agree. False allows rounding errors.
         """
         other = Fingerprint(tensors)
         numbers = _read([*self.numbers, *other.numbers])
@@ -63,14 +63,14 @@ class Fingerprint:
             if kind != now:
                 return f"result {index} was {_named(kind)}, and became {_named(now)}"
             rounding, noise = (0.0, 0.0) if exact else _errors(*kind)
-            # What cancels, as the gradient of a bias before batch norm does, leaves the rounding of its terms alone.
+            # A sum that cancels, such as the gradient of a bias before batch norm, is only the rounding of its terms.
             if not _agree(first[index], second[index], rounding, noise * largest):
                 return f"a result of shape {kind[1]} has other values"
         return None
 
 
 def are_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether plain tensors have the same entries; an accelerator is waited for once."""
+    """Return whether plain tensors have the same entries. An accelerator is synchronized once."""
     for first, second in pairs:
         is_plain = (
             type(second) is Tensor and second.layout is torch.strided and not is_functorch_wrapped(second)
@@ -84,7 +84,7 @@ def are_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
 
 
 def difference(index: int, tensor: Tensor, now: Tensor, *, exact: bool) -> str | None:
-    """Return how a result that was kept differs from a recomputed one; None if it does not."""
+    """Return how a kept result differs from the recomputed one, or None."""
     kind, other = kind_of(tensor), kind_of(now)
     if kind is None or other is None:
         return None
@@ -99,6 +99,7 @@ def difference(index: int, tensor: Tensor, now: Tensor, *, exact: bool) -> str |
 
 
 def kind_of(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """Return the dtype and the shape of a plain tensor, or None for any other."""
     if tensor is None or is_functorch_wrapped(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     if getattr(type(tensor), "__torch_dispatch__", None) is not _PLAIN_DISPATCH:
@@ -111,7 +112,7 @@ def _named(kind: tuple[torch.dtype, tuple[int, ...]]) -> str:
 
 
 def _errors(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Return the errors of recomputed numbers, relative to their tensor and to all tensors that are compared."""
+    """Return the allowed errors, relative to the largest entry of the tensor and of all compared tensors."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0, 0.0
     eps = torch.finfo(dtype).eps
@@ -121,7 +122,7 @@ def _errors(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def _numbers(tensor: Tensor) -> list[float] | Tensor:
-    """Return all entries of a small tensor, or a few and the sum."""
+    """Return all entries of a small tensor, or a few entries and the sum."""
     flat, size = tensor.reshape(-1), tensor.numel()
     if size > _NUM_SAMPLES:
         total = flat.sum(0, keepdim=True, dtype=_wide(flat) if size <= _MANY else None)
@@ -130,12 +131,12 @@ def _numbers(tensor: Tensor) -> list[float] | Tensor:
 
 
 def _wide(tensor: Tensor) -> torch.dtype | None:
-    """Return the dtype of a sum of few terms; None leaves it to torch, which has no float64 on some devices."""
+    """Return the dtype of a sum, or None for the default of torch. Some devices have no float64."""
     return torch.float64 if tensor.is_cpu and tensor.is_floating_point() else None
 
 
 def _read(numbers: list[list[float] | Tensor]) -> list[list[float]]:
-    """Return numbers as lists; those on a device are read together, since each look waits for it."""
+    """Return numbers as lists. Numbers on an accelerator are read together, since each read synchronizes it."""
     waiting = [part for part in numbers if isinstance(part, Tensor)]
     if not waiting:
         return numbers  # type: ignore[return-value]

@@ -2,12 +2,12 @@
 
 A :class:`Call` remembers at call time everything that can differ later:
 
-- the arguments, and the other tensors that the function reads (:mod:`metagrad.core.reach`);
-- the modules (:mod:`metagrad.core.modules`);
-- random numbers, autocast and flags (:mod:`metagrad.core.capture`);
-- function modes (:mod:`metagrad.core.dispatch`).
+- The arguments, and the other tensors that the function reads. See :mod:`metagrad.core.reach`.
+- The modules. See :mod:`metagrad.core.modules`.
+- Random numbers, autocast and flags. See :mod:`metagrad.core.capture`.
+- Function modes. See :mod:`metagrad.core.dispatch`.
 
-The second run sees all of these as the first run saw them. Its results are compared with those of the first run.
+The second run sees all of these as the first run saw them. Its results are compared with the first results.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ REPEAT = (
     "torch, NumPy and Python, and on the attributes of its modules."
 )
 _SMALL = 2**12
-"""Bytes of a storage up to which a result is kept, since a fingerprint takes longer than a comparison."""
+"""Maximum bytes of a storage whose tensor is kept. A fingerprint of it would take longer than a comparison."""
 
 
 class CallState:
-    """What the calls of a loop share: what they can reach, and the settings of torch when the loop begins.
+    """The state that the calls of a loop share: reachable objects, and the settings of torch at the beginning.
 
     Args:
         fn: The function that the loop calls.
@@ -71,7 +71,7 @@ class Recording(NamedTuple):
         call: The call, as a function of ``tensors``.
         tensors: The tensors to differentiate with respect to: those among the arguments, then the other tensors that
             the function read and that require grad.
-        outputs: The returned tensors, as fresh leaves. ``requires_grad`` says whether the tensor had a graph.
+        outputs: The returned tensors, as fresh leaves that require grad if the tensor had a graph.
         structure: The returned tree without its tensors.
     """
 
@@ -85,7 +85,7 @@ class ReachedTensor(NamedTuple):
     """A tensor that a call could read although it is no argument.
 
     Attributes:
-        place: Where the tensor is held.
+        place: The place that holds the tensor.
         tensor: The tensor.
         content: A copy of the tensor, or its version. None if neither is known.
     """
@@ -140,7 +140,7 @@ class Call:
         return outputs
 
     def close(self, given: list[Tensor], outputs: list[Tensor], num_kept: int) -> list[Tensor]:
-        """End the record and drop the graph of ``outputs``. Return the tensors that were read besides ``given``."""
+        """End the record, drop the graph of ``outputs``, and return the tensors that were read but not given."""
         reached = self.state.reached
         self.random.close()
         # Reading the state of NumPy and Python takes long, so a loop does it only once. If a later call is the first
@@ -187,8 +187,8 @@ class Call:
             if not isinstance(found.content, Tensor):
                 raise RuntimeError(
                     f"{self.name}: a tensor of shape {tuple(found.tensor.shape)} that the function reads was "
-                    "modified in place between the forward pass and its recomputation. Modify a copy, or pass it as "
-                    "an argument."
+                    "modified in place between the forward pass and its recomputation. Call backward before an "
+                    "optimizer writes it, modify a copy, or pass it as an argument."
                 )
             return copies.setdefault(key, found.content.clone())
         return found.tensor
@@ -208,7 +208,7 @@ class Call:
 class ExpectedResults:
     """What the results of a recomputation are compared with: the first results and the form of their graph.
 
-    Results that the caller keeps, and small ones after them, are kept. Of the others, a fingerprint is kept.
+    Results that the caller keeps, and small ones after them, are kept. Any other has a fingerprint.
 
     Args:
         walk: The graph of the first results.
@@ -233,8 +233,8 @@ class ExpectedResults:
 
         Args:
             outputs: The results of the recomputation.
-            boundary: Where their graph ends. None if fewer operands require grad than in the first run, so that the
-                graphs cannot be compared.
+            boundary: The edges at the end of their graph. None if fewer operands require grad than in the first
+                run, so that the graphs cannot be compared.
         """
         found = self._difference_of_results(outputs)
         if found is not None or boundary is None:
@@ -285,7 +285,7 @@ def record(
         args: Trees of tensors and constants.
         kwargs: Trees of tensors and constants.
         name: How errors name the call.
-        state: What the calls of a loop share. None for a single call.
+        state: The state that the calls of a loop share. None for a single call.
         num_kept: How many of the first results the caller keeps anyway. The recomputed ones are compared with them.
 
     Raises:
@@ -312,10 +312,10 @@ class _GraphWalk(NamedTuple):
     """The graph behind some tensors.
 
     Attributes:
-        nodes: The nodes, without those of leaves.
+        nodes: The nodes, without the nodes of leaves.
         num_edges: The number of edges that leave the nodes.
-        crossed: The edges at which the walk stopped.
-        leaves: The leaves at which the walk ended.
+        crossed: The edges that stopped the walk.
+        leaves: The leaves of the graph.
     """
 
     nodes: list[Node]

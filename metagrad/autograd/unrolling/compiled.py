@@ -109,8 +109,11 @@ class Compiler:
         tensors = dissect((state, args))[0]
         device = tensors[0].device if tensors else torch.device("cpu")
         is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-        state = _with_tensors(state, int, torch.int64, device)
-        args = _with_tensors(args, float, torch.float64 if is_double else torch.float32, device)
+        dtype = torch.float64 if is_double else torch.float32
+        state = tree_map(
+            lambda leaf: _tensor(leaf, torch.int64, device) if type(leaf) is int else leaf, state
+        )
+        args = tree_map(lambda leaf: _tensor(leaf, dtype, device) if _varies(leaf) else leaf, args)
         is_small = sum(tensor.numel() for tensor in tensors) <= SMALL
         width = SEVERAL if is_small and len(times) >= SEVERAL else 1
         in_pieces = functools.partial(_in_pieces, self._piece, width)
@@ -356,11 +359,13 @@ def _device(tree: Tree) -> torch.device:
     return next((tensor.device for tensor in dissect(tree)[0]), torch.device("cpu"))
 
 
-def _with_tensors(tree: Tree, kind: type, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tree with a 0-d tensor for each number of a kind."""
-    return tree_map(
-        lambda leaf: torch.full((), leaf, dtype=dtype, device=device) if type(leaf) is kind else leaf, tree
-    )
+def _tensor(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+def _varies(leaf: object) -> bool:
+    """Return whether a leaf is a float other than 0 and 1, on which the formulas of rules depend."""
+    return type(leaf) is float and leaf not in (0.0, 1.0)
 
 
 def _summary(error: Exception) -> str:

@@ -1,8 +1,7 @@
-"""Which steps of a loop keep their graph, which are recomputed, and in what pieces.
+"""Checkpointing schedules: which steps of a loop keep their graph, and which are recomputed.
 
-Every schedule is made of two loops: the plain one, which keeps every graph, and the recomputed one, which keeps a
-state for each step. Put inside each other, so that a step of the outer is a loop of several steps, the recomputed
-loop keeps the square root of the number of steps; one after the other, they fill a budget.
+Every schedule is made of two loops. The plain loop keeps every graph. The recomputed loop keeps a state for each
+step. Nested, the recomputed loop keeps the square root of the number of states. In sequence, both fill a budget.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from metagrad.autograd.recompute.replay import CallState, Recording, record
 from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.core.budget import BudgetError, device_of, free_bytes
 from metagrad.core.tree import Tree, dissect, tree_map
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import Ledger, StorageMode, storages_of
 
 Step = Callable[..., tuple[Tree, Tree]]
 Loop = Callable[[Step, Tree, tuple[Any, ...], range], tuple[Tree, Tree]]
-"""A step, a state, arguments and step numbers to the last state and the stacked aux."""
+"""Takes a step, a state, arguments and step numbers, and returns the last state and the stacked aux."""
 
 _STEP = "unroll(step, ...)"
 """How errors name the step."""
 
 
 def loop_keeping(memory: str | int, tensors: Tree, loops: Mapping[str, Loop] | None = None) -> Loop:
-    """Return the loop that keeps what ``memory`` says; ``"auto"`` asks the device of ``tensors``."""
+    """Return the loop of a memory mode. ``"auto"`` is the free memory of the device of ``tensors``."""
     loops = loops or LOOPS
     if memory == "auto":
         memory = free_bytes(device_of(tensors))
@@ -65,13 +64,13 @@ def recomputed(
 
 
 def segments_of(steps: int) -> tuple[int, int]:
-    """Return the number of steps in a segment, and how many at first are left over."""
+    """Return the number of steps in a segment, and the number of steps before the first segment."""
     width = max(math.isqrt(steps), 1)
     return width, steps % width
 
 
 def segmented(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
-    """Keep every k-th state, k the square root of the number of steps, and k states while a segment is recomputed.
+    """Keep every k-th state, and k states while a segment is recomputed, with k the square root of the steps.
 
     Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12.2: a schedule with two levels.
     """
@@ -92,7 +91,7 @@ def segmented(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> t
 def budgeted(
     step: Step, state: Tree, args: tuple[Any, ...], times: range, budget: int, loops: Mapping[str, Loop]
 ) -> tuple[Tree, Tree]:
-    """Keep all graphs if they fit into a number of bytes; else those of the last steps, and recompute the others."""
+    """Keep all graphs if they fit into a budget in bytes. Otherwise recompute early steps."""
     trial = Trial(step, state, args, budget)
     for t in times[:2]:
         if trial.can_take():
@@ -121,7 +120,7 @@ def in_turn(
 
 
 def _joined(stacked: list[Tree]) -> Tree:
-    """Put the stacked aux of consecutive pieces together."""
+    """Concatenate the stacked aux of consecutive pieces."""
     trees = [aux for aux in stacked if aux is not None]
     if len(trees) < 2:
         return trees[0] if trees else None
@@ -131,14 +130,14 @@ def _joined(stacked: list[Tree]) -> Tree:
 LOOPS: dict[str, Loop] = {"full": plain, "step": recomputed, "sqrt": segmented}
 
 
-class Needs(NamedTuple):
-    """What the steps of a loop need, in bytes of storages; exact on CPU.
+class StepBytes(NamedTuple):
+    """Memory of the steps of a loop, in bytes of storages. It is exact on a CPU.
 
     Attributes:
-        step: What one step leaves: its graph, the new state and aux together.
-        state: The new state alone.
-        growth: By how much a loop that keeps every graph grows in a step. A graph need not hold the state that it
-            was computed from (a table of which a few rows are read), so this may be less than the state.
+        step: Bytes of the graph of one step, its new state and its aux.
+        state: Bytes of the new state.
+        growth: Bytes that a step adds to a loop that keeps every graph. This can be less than a state: a graph that
+            reads a few rows of an embedding table need not hold the table.
     """
 
     step: int
@@ -146,7 +145,7 @@ class Needs(NamedTuple):
     growth: int
 
     def division(self, steps: int, budget: int) -> tuple[str, int]:
-        """Return the mode of the early steps, and how many of the last keep their graph."""
+        """Return the memory mode of early steps, and the number of last steps that keep their graph."""
         all_graphs = self.step + (steps - 1) * self.growth
         if all_graphs <= budget:
             return "full", steps
@@ -168,13 +167,13 @@ class Needs(NamedTuple):
 
 
 class Trial:
-    """Takes the first steps of a loop, once, so that they can be put on the tape by their graphs or recomputed.
+    """Runs and measures the first steps of a loop. Afterwards they keep their graphs or are recomputed.
 
     Args:
-        step: As :func:`metagrad.unroll` takes it.
+        step: A step of :func:`metagrad.unroll`.
         state: The first state.
         args: The arguments of all steps.
-        budget: What the graphs of the steps taken may hold beside the state.
+        budget: Maximum bytes of the graphs, in addition to the state.
     """
 
     def __init__(self, step: Step, state: Tree, args: tuple[Any, ...], budget: int) -> None:
@@ -192,11 +191,11 @@ class Trial:
 
     @property
     def num_taken(self) -> int:
-        """How many steps have been taken."""
+        """Number of steps that have been taken."""
         return len(self.recordings)
 
     def can_take(self) -> bool:
-        """Whether another step can be taken: if two graphs fit the budget, or one is no larger than a state."""
+        """Return whether another step fits: two graphs are within the budget, or one is no larger than a state."""
         if not self.totals:
             return True
         graph = self.totals[0] - self.state_bytes
@@ -214,25 +213,25 @@ class Trial:
         called = f"{_STEP} at t={t}"
         recording = record(measured, (self.state, t, *self.args), {}, name=called, state=self.shared)
         recording.call.fn = self.step
-        # With their graph: what leaves a recorded function by another way than its return value keeps its own.
+        # The results keep their graph, since a recording drops only the graph of returned tensors.
         self.state, aux = taken.pop()
         self.check(self.state, t)
         self.collected.append(aux)
         self.recordings.append(recording)
-        self.state_bytes = sum(tensor.nbytes for tensor in dissect(self.state)[0])
+        self.state_bytes = sum(map(_bytes, dissect(self.state)[0]))
         self.totals.append(self.ledger.total)
 
-    def needs(self) -> Needs:
-        """End the trial; return what it measured."""
+    def needs(self) -> StepBytes:
+        """End the trial and return the measured memory."""
         step = growth = max(self.totals[0], 1)
         if self.num_taken == 2:
             self._leave_states_to_graphs()
             growth = max(self.ledger.total - self.totals[0], 1)
         self.ledger.close()
-        return Needs(step, self.state_bytes, growth)
+        return StepBytes(step, self.state_bytes, growth)
 
     def _leave_states_to_graphs(self) -> None:
-        """Have the recordings hold a copy of the state between the steps: the state is freed if no graph holds it."""
+        """Copy the state between both steps for the recordings, so that it is freed if no graph holds it."""
         first, second = self.recordings
         width = len(dissect(self.state)[0])
         del second.tensors[:width]
@@ -240,12 +239,12 @@ class Trial:
             first.outputs[index] = _copy(first.outputs[index])
 
     def with_graphs(self, *call: object) -> tuple[Tree, Tree]:
-        """Return the last state and the stacked aux with the graphs of the steps; the trial is spent."""
+        """Return the last state and the stacked aux with the graphs of the steps. Call this once."""
         state, collected, _ = self._spend()
         return state, stack(collected)
 
     def recomputed(self, *call: object) -> tuple[Tree, Tree]:
-        """Return the last state and the stacked aux, to be recomputed when differentiated; the trial is spent."""
+        """Return the last state and the stacked aux of checkpointed steps. Call this once."""
         _, _, recordings = self._spend()
         state, collected = None, []
         for recording in recordings:
@@ -255,10 +254,16 @@ class Trial:
         return state, stack(collected)
 
     def _spend(self) -> tuple[Tree, list[Tree], list[Recording]]:
-        """Return the state, aux and recordings, and forget them: a loop frees the state that it has left."""
+        """Return the state, aux and recordings, and drop them, so that the loop can free the state."""
         contents = self.state, self.collected, self.recordings
         self.state, self.collected, self.recordings = None, [], []
         return contents
+
+
+def _bytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return sum(storage.nbytes() for storage in storages_of(tensor))
 
 
 def _copy(leaf: Tensor) -> Tensor:

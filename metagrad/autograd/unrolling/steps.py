@@ -1,4 +1,4 @@
-"""The checks of what a step returns, and the stacking of ``aux``."""
+"""Checks of the pair that a step returns, and the stacking of ``aux``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from metagrad.core.tree import ATOMS, Tree, leaf_names, tree_flatten, tree_map, 
 
 
 def checked_pair(result: object, t: int) -> tuple[Tree, Tree]:
-    """Return what step ``t`` returned, if it is a pair."""
+    """Return the result of step ``t``. Raise ``ValueError`` unless it is a pair."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
             f"unroll(step, ...): step must return (state, aux), got {type(result).__name__} at t={t}. "
@@ -21,7 +21,7 @@ def checked_pair(result: object, t: int) -> tuple[Tree, Tree]:
 
 
 class StateCheck:
-    """Checks that every state has the structure, shapes and dtypes of the first."""
+    """Checks that every state has the structure, shapes and dtypes of the first state."""
 
     def __init__(self, state: Tree) -> None:
         self.places = tree_map(lambda leaf: 0, state)  # not the state itself, which would outlive its step
@@ -30,7 +30,7 @@ class StateCheck:
         self.form = _form(state)
 
     def __call__(self, state: Tree, t: int) -> None:
-        """Raise if the state that step ``t`` returned differs in one of them."""
+        """Raise ``ValueError`` if the state after step ``t`` differs in one of them."""
         if _form(state) == self.form:
             return
         leaves, spec = tree_flatten(state)
@@ -53,7 +53,7 @@ def _kind(leaf: object) -> tuple[Any, ...]:
 
 
 def _form(tree: Tree) -> object:
-    """Return what is equal for trees of one structure, shapes and dtypes, but need not be: it takes less time."""
+    """Return a value that is equal only for trees of the same structure, shapes and dtypes. It is fast."""
     if isinstance(tree, Tensor):
         return tree.shape, tree.dtype
     kind = type(tree)

@@ -1,4 +1,4 @@
-"""Differentiable inner loops: ``state = step(state, t, *args)``, as often as asked, with memory as an argument."""
+"""Differentiable inner loops ``state = step(state, t, *args)`` with a checkpointing policy as an argument."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
 from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_compile
-from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, plain
+from metagrad.autograd.unrolling.schedule import Loop, Step, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
+from metagrad.core._torch import BatchNorm, InstanceNorm
 from metagrad.core.budget import Memory, MemoryMode, checked_memory
 from metagrad.core.checks import check_function, is_integer, warn
+from metagrad.core.reach import Reached
 from metagrad.core.tree import Tree, constants, detached, tree_map
 
 
@@ -32,56 +35,57 @@ def unroll(
     .. math:: s_{t+1}, a_t = \mathrm{step}(s_t, t, \mathrm{args}), \qquad t = 0, \dots, \mathrm{steps} - 1
 
     ========= ================================= ======================================================
-    memory    keeps                             cost
+    memory    stores                            extra computation
     ========= ================================= ======================================================
-    "full"    every step's graph                a plain loop
-    "step"    one state for each step           each step again in the backward pass, at every order
-    "sqrt"    every :math:`\sqrt{T}`-th state   each step twice again
-    bytes     what fits                         the last steps, as many as fit, keep their graphs
-    "auto"    what fits into the free memory    likewise
+    "full"    the graph of every step           none
+    "step"    one state for each step           each step once more in the backward pass, at every order
+    "sqrt"    every :math:`\sqrt{T}`-th state   each step twice more
+    bytes     as much as fits                   early steps once or twice more, last steps none
+    "auto"    as much as fits the free memory   early steps once or twice more, last steps none
     ========= ================================= ======================================================
 
-    All return the same values and the same gradients, of any order: a step that does not repeat its computation when
-    it is recomputed is an error, see :func:`metagrad.checkpoint`. A budget is a number of bytes or a string such
-    as ``"512MiB"``. The first two steps are measured (the storages that their graphs, states and aux hold), and all
-    graphs are kept if they fit. The graphs and states that are kept stay below the budget, and the backward pass
-    needs, beside them, what the derivative of one step needs. ``"step"`` is not smaller than ``"full"`` where the
-    graph of a step holds less than a state does (a large table of which a few rows are read); budgets and ``"auto"``
-    keep the graphs there.
+    All memory modes return the same values and the same gradients of any order. ``"step"`` and ``"sqrt"`` are
+    gradient checkpointing. A recomputed step that does not repeat its computation raises an error, see
+    :func:`metagrad.checkpoint`.
 
-    ``compile=True`` compiles one step with its derivative by ``torch.compile``, and reuses it for all steps.
-    Five steps on small tensors are compiled together. The step must be a pure function, which takes its inner
-    gradient by :func:`torch.func.grad`. ``t``, the ints of the state (counters) and the floats among the arguments
-    (learning rates) reach it as 0-d tensors. A step that cannot be compiled runs eagerly, with one warning that says
-    why. A derivative of the result can be differentiated again if the steps are small; else torch raises an error.
+    A budget is a number of bytes or a string such as ``"512MiB"``. The storages that the graphs, states and aux of
+    the first two steps hold are measured. All graphs are stored if they fit. Stored graphs and states stay below the
+    budget. The backward pass needs the memory of the derivative of one step in addition. ``"step"`` is not
+    smaller than ``"full"`` if the graph of a step is smaller than a state. An example is a large table of which a
+    step indexes a few rows. Budgets and ``"auto"`` store the graphs in this case.
+
+    ``compile=True`` compiles one step and its derivative with ``torch.compile`` and reuses them for all steps. Five
+    steps on small tensors are compiled together. The step must be a pure function and use :func:`torch.func.grad` for
+    its inner gradient. ``t``, the ints of the state and the floats among the arguments other than 0 and 1 become 0-d
+    tensors. A step that cannot be compiled runs eagerly, with one warning that gives the reason. A derivative of the
+    result can be differentiated again if the steps are small. Otherwise torch raises an error.
 
     Args:
-        step: ``step(state, t, *args) -> (state, aux)``. The state it returns has the structure, shapes and
-            dtypes of the one it takes. ``aux`` is a tree of tensors (an inner loss, say) or None. A gradient
-            inside it needs ``create_graph=True`` to be differentiated through.
-        state: A tree of tensors and constants.
-        *args: Trees of tensors and constants, the same for every step (data, learning rates).
-        steps: How many steps, 0 or more.
-        memory: What is kept for the derivative.
-        truncate: Differentiate through the last so many steps alone and take the state before them as a constant
-            (truncated reverse mode); None differentiates through all.
-        create_graph: Whether the result is differentiable; None means if grad mode is on. False detaches every
-            state, so that memory does not grow with ``steps``; the steps themselves always run in grad mode.
-        compile: Whether to compile; a dict holds the arguments of ``torch.compile``.
+        step: ``step(state, t, *args) -> (state, aux)``. The returned state has the structure, shapes and dtypes of
+            the state before. ``aux`` is a pytree of tensors, such as an inner loss, or None. A gradient inside the
+            step needs ``create_graph=True`` to be differentiated through.
+        state: A pytree of tensors and constants.
+        *args: Pytrees of tensors and constants, the same for every step. Examples are data and learning rates.
+        steps: Number of steps, 0 or more.
+        memory: The checkpointing policy.
+        truncate: Differentiate only through the last ``truncate`` steps. The state before them is a constant. None
+            differentiates through all steps.
+        create_graph: True if the result is differentiable. The default is the grad mode. False detaches every state,
+            so that memory does not grow with ``steps``. The steps always run in grad mode.
+        compile: True to compile, or a dict of the arguments of ``torch.compile``.
 
     Returns:
-        The last state, and ``aux`` with its tensors stacked along a new first axis, ``[steps, ...]``; None
-        when ``steps`` is 0.
+        The last state, and ``aux`` with its tensors stacked along a new first axis, ``[steps, ...]``. ``aux`` is None
+        if ``steps`` is 0.
 
     Raises:
-        ValueError: ``steps`` is negative, ``truncate`` is not from 1 to ``steps``, ``memory`` is unknown or a budget
-            that is too small for one step (the message says how much is needed), ``step`` returns something
-            else than a pair, changes the structure, a shape or a dtype of the state, or (when recomputed)
-            writes in place.
-        TypeError: ``steps`` is not an int, or ``aux`` holds something that is neither a tensor nor None.
+        ValueError: ``steps`` is negative, ``truncate`` is not from 1 to ``steps``, or ``memory`` is unknown. A budget
+            is too small for one step, and the message gives the minimum. ``step`` does not return a pair, or it
+            changes the structure, a shape or a dtype of the state. A recomputed step writes in place.
+        TypeError: ``steps`` is no int, or ``aux`` holds something else than tensors and None.
 
     Example:
-        Two steps of gradient descent on :math:`w^2/2` give :math:`w (1 - \eta)^2`:
+        Two steps of gradient descent on :math:`w^2/2` return :math:`w (1 - \eta)^2`:
 
         >>> w, lr = torch.tensor(1.0, requires_grad=True), torch.tensor(0.5, requires_grad=True)
         >>> def step(w, t, lr):
@@ -107,31 +111,58 @@ def unroll(
         return state, None
     first = steps if not create_graph else 0 if truncate is None else steps - truncate
     times = range(steps)
-    if options is not None:
-        settings = {"steps": steps, "memory": mode, "truncate": truncate, "create_graph": create_graph}
-        eager = functools.partial(unroll, step, state, *args, **settings)
+    statistics = _running_means(step) if create_graph else []
+
+    def run(loop: Loop) -> tuple[Tree, Tree]:
+        pieces = [(torch.no_grad()(loop), times[:first]), (torch.enable_grad()(loop), times[first:])]
+        return in_turn(pieces, step, state, args)
+
+    eager = functools.partial(run, functools.partial(run_loop, memory=mode))
+    if options is None:
+        last, aux = eager()
+    else:
         compiler = _compiler(_code(step), tuple(options.items()))
-        compiled = functools.partial(
-            _compiled, compiler, mode, step, state, args, times[:first], times[first:]
-        )
-        return compiler.attempt(compiled, eager)
-    if not create_graph:
+        compiled = functools.partial(run, functools.partial(compiler.unroll, memory=mode))
+        last, aux = compiler.attempt(compiled, eager)
+        last = tree_map(lambda old, new: int(new) if type(old) is int else new, state, last)
+    _warn_of_statistics(statistics)
+    return last, aux
+
+
+def run_loop(
+    step: Step, state: Tree, args: tuple[Any, ...], times: range, memory: MemoryMode | int
+) -> tuple[Tree, Tree]:
+    """Run steps under a memory mode. The result is differentiable in grad mode."""
+    if not torch.is_grad_enabled():
         return _without_graphs(step, state, args, times)
-    if mode != "full" and (why := cannot_recompute()) is not None:
+    if memory != "full" and (why := cannot_recompute()) is not None:
         warn(
             f"unroll(..., memory={memory!r}): called {why}, where nothing can be recomputed; every step's graph is "
             "stored. Put the loop around the transform."
         )
-        mode = "full"
-    loop = loop_keeping(mode, (state, args))
-    with torch.enable_grad():
-        if truncate is None:
-            return loop(step, state, args, times)
-        return in_turn([(_without_graphs, times[:first]), (loop, times[first:])], step, state, args)
+        memory = "full"
+    return loop_keeping(memory, (state, args))(step, state, args, times)
+
+
+def _running_means(step: Step) -> list[tuple[nn.Module, Tensor, Tensor]]:
+    """Return the norms whose running statistics a step can update, their running means, and copies of these."""
+    norms = [m for m in Reached(step).modules if isinstance(m, (BatchNorm, InstanceNorm)) and m.training]
+    return [(m, m.running_mean, m.running_mean.clone()) for m in norms if m.running_mean is not None]
+
+
+def _warn_of_statistics(found: list[tuple[nn.Module, Tensor, Tensor]]) -> None:
+    for module, mean, before in found:
+        if not torch.equal(mean, before):
+            warn(
+                f"unroll(step, ...): the steps update the running statistics of {type(module).__name__}, which torch "
+                "does not differentiate. A gradient through a later call in evaluation mode lacks this dependence. "
+                "Evaluate with batch statistics (training mode), or pass track_running_stats=False."
+            )
+            return
 
 
 def _code(step: Callable[..., Any]) -> object:
-    """Return what identifies a step that is defined anew for each call: its code, or its class."""
+    """Return the code of a step, or its class. It identifies a step that is defined in each call."""
     while isinstance(step, functools.partial):
         step = step.func
     return getattr(step, "__code__", type(step))
@@ -139,25 +170,8 @@ def _code(step: Callable[..., Any]) -> object:
 
 @functools.lru_cache(maxsize=64)
 def _compiler(code: object, options: tuple[tuple[str, Any], ...]) -> Compiler:
-    """Keep what was compiled of recent steps; ``torch.compile`` guards what they close over."""
+    """Return the compiler of a step. It is cached, and ``torch.compile`` guards the closure of the step."""
     return Compiler("unroll(step, ..., compile)", dict(options))
-
-
-def _compiled(
-    compiler: Compiler,
-    memory: MemoryMode | int,
-    step: Step,
-    state: Tree,
-    args: tuple[Any, ...],
-    without_graphs: range,
-    with_graphs: range,
-) -> tuple[Tree, Tree]:
-    def loop(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
-        return compiler.unroll(step, state, args, times, memory)
-
-    pieces = [(torch.no_grad()(loop), without_graphs), (torch.enable_grad()(loop), with_graphs)]
-    last, aux = in_turn(pieces, step, state, args)
-    return tree_map(lambda old, new: int(new) if type(old) is int else new, state, last), aux
 
 
 def _check_truncate(truncate: int | None, steps: int) -> None:

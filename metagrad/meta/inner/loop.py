@@ -15,7 +15,7 @@ from metagrad import memory as memory_tracking
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.unrolling.compiled import SMALL, Compiler
 from metagrad.autograd.unrolling.schedule import Step
-from metagrad.autograd.unrolling.unroll import unroll
+from metagrad.autograd.unrolling.unroll import run_loop
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.norms import composite_norms
 from metagrad.core.structured import Nested, Structured
@@ -250,8 +250,7 @@ class InnerLoop:
             return lambda state, args: self.compiled.unroll(step, state, args, times, memory)  # type: ignore[union-attr]
         if torch.compiler.is_compiling() or (memory == "full" and torch.is_grad_enabled()):
             return functools.partial(_in_turn, step, times)
-        late = _from(step, times.start) if times.start else step
-        return lambda state, args: unroll(late, state, *args, steps=len(times), memory=memory)
+        return lambda state, args: run_loop(step, state, args, times, memory)
 
     def _step(self, loss: Loss, keep_graph: bool, *, passes_on: bool = False) -> Step:
         """Return one step; one that ``passes_on`` takes its cotangent to be that of the parameters before it."""
@@ -331,11 +330,6 @@ def _in_turn(
     if isinstance(report, Tensor):
         return state, torch.stack(collected)
     return state, tuple(torch.stack(column) for column in zip(*collected, strict=True))
-
-
-def _from(step: Step, first: int) -> Step:
-    """Count the steps of a loop from a number on."""
-    return lambda state, t, *args: step(state, first + t, *args)
 
 
 def _arguments(tasks: Tasks, rule: Rule | None, judged: bool) -> tuple[Any, ...]:
@@ -492,14 +486,14 @@ def phase(name: str, index: int | None = None) -> contextlib.AbstractContextMana
 def with_tensors(rule: Rule, like: Tensor) -> Rule:
     """Return a rule with every number as a 0-d tensor, so that another number needs no recompilation.
 
-    The number 0 stays a number: a rule leaves out the momentum or the decay that is not used.
+    The numbers 0 and 1 stay numbers, since formulas depend on them. A rule omits a momentum of 0, for example.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
 
     def made(leaf: object) -> object:
         if not isinstance(leaf, (int, float)) or isinstance(leaf, bool):
             return leaf
-        return torch.full((), leaf, dtype=dtype, device=like.device) if leaf else 0
+        return leaf if leaf in (0, 1) else torch.full((), leaf, dtype=dtype, device=like.device)
 
     return tree_map(made, rule)
 

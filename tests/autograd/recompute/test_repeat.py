@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import metagrad as mg
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*running statistics:UserWarning")
+
 MEMORIES = ["step", "sqrt"]
 
 

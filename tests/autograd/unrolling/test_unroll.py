@@ -300,3 +300,36 @@ def test_what_modes_and_hooks_call_is_no_part_of_a_step(mode, memory):
     with mode():
         found = gradients(memory)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("held_by", ["closure", "argument", "state"])
+def test_sparse_tensors_of_torch_are_constants(memory, held_by):
+    matrix = torch.eye(3, dtype=torch.float64) + 0.5
+    w = randn(3, 2)
+
+    def gradient(matrix, memory):
+        def step(state, t, *args):
+            w, *own = state
+            used = [*own, *args, matrix][0]
+            return ((used @ w).tanh(), *own), None
+
+        state, args = (w, *([matrix] if held_by == "state" else [])), [matrix] * (held_by == "argument")
+        last, _ = mg.unroll(step, state, *args, steps=3, memory=memory)
+        return mg.grad(last[0].square().sum(), w)
+
+    torch.testing.assert_close(gradient(matrix.to_sparse(), memory), gradient(matrix, "full"))
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_running_statistics_of_differentiated_steps_give_a_warning(memory):
+    model, x = torch.nn.BatchNorm1d(2).double(), randn(4, 2)
+
+    def step(x, t):
+        return model(x) * x, None
+
+    with pytest.warns(UserWarning, match="the steps update the running statistics of BatchNorm1d"):
+        mg.unroll(step, x, steps=2, memory=memory)
+    mg.unroll(step, x, steps=2, memory=memory, create_graph=False)
+    model.eval()
+    mg.unroll(step, x, steps=2, memory=memory)
