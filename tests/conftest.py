@@ -1,11 +1,11 @@
-"""What every test shares: the same random numbers in any order, another seed on request, skips by reason.
+"""Set-up of all tests: the same random numbers in any order, another seed on request, skips by reason.
 
-``METAGRAD_TEST_SEED=n`` is added to every seed that a test fixes: ``torch.manual_seed``,
-``torch.Generator().manual_seed``, ``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``
-where they are called from a file of ``tests/``, and the seed each test starts with. Seeds inside the
-library, and those that a test passes to it as an argument, stay as they are. 0 changes nothing.
+``METAGRAD_TEST_SEED=n`` adds n to every seed that a file of ``tests/`` sets, and to the seed at the start of each
+test. The functions are ``torch.manual_seed``, ``torch.Generator().manual_seed``, ``random.seed``,
+``numpy.random.seed`` and ``numpy.random.default_rng``. Seeds inside the library and seeds that a test passes to the
+library do not change.
 
-``METAGRAD_TEST_NOISE=1`` makes matrix products, convolutions and sums round differently: see ``tests/noise.py``.
+``METAGRAD_TEST_NOISE=1`` makes matrix products, convolutions and sums round differently, see ``tests/noise.py``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure_no_guards() -> None:
 
 
 def let_loggers_propagate() -> None:
-    """Let what pytest hangs on the root hear torch's loggers: else it is hung on each of them, anew for each test."""
+    """Make torch's loggers propagate. Otherwise pytest adds its handlers to each of them before each test."""
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -94,7 +94,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     measure_no_guards()
-    gc.freeze()  # what was imported and collected is looked through for garbage no more
+    gc.freeze()  # the garbage collector skips everything that was imported and collected
 
 
 def pytest_report_header():
@@ -110,13 +110,13 @@ def restart_random_numbers():
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
-    """Start every test with the same random numbers, whichever worker runs it after whichever other."""
+    """Start every test with the same random numbers, for any order of tests."""
     restart_random_numbers()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef):
-    """Start what tests share with the same random numbers, whichever test asks for it first."""
+    """Set up shared fixtures with the same random numbers, for any order of tests."""
     if fixturedef.scope != "function":
         restart_random_numbers()
 

@@ -10,9 +10,10 @@ from metagrad.core.tree import tree_flatten, tree_unflatten
 
 
 def joint_gradcheck(fn, inputs, *, directions=2, **options) -> bool:
-    """Check ``fn`` as :func:`metagrad.gradcheck` does, each direction a random one in all inputs together.
+    """Check ``fn`` as :func:`metagrad.gradcheck` does, with random directions in all inputs together.
 
-    A gradient that is wrong in one input is wrong along almost every such direction; that input's name is not given.
+    A gradient that is wrong in one input is wrong along almost every such direction. The error does not
+    name the input.
     """
     leaves, spec = tree_flatten(tuple(inputs))
     checked = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

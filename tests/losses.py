@@ -6,5 +6,5 @@ import torch
 
 
 def loss_of(model, loss_fn):
-    """Return ``loss(params, x, y)``; parameters that ``params`` does not hold are the model's own."""
+    """Return ``loss(params, x, y)``. Parameters that are missing from ``params`` come from the model."""
     return lambda params, x, y: loss_fn(torch.func.functional_call(model, params, (x,)), y)

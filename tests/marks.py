@@ -1,4 +1,4 @@
-"""Marks of single cases."""
+"""Marks for parametrized cases."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import pytest
 
 
 def slow(*values, **options):
-    """Leave a case to `make test-all`: one that others stand for in `make test`."""
+    """Return a case that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
 def fast(kept, values):
-    """Leave the values that are not kept to `make test-all`."""
+    """Return the values, where only `make test-all` runs the values outside of ``kept``."""
     return [value if value in kept else slow(value) for value in values]
 
 
 def combined(*axes, fast):
-    """Combine the values of all axes; those of which ``fast`` is not true are left to `make test-all`."""
+    """Return the product of all axes, where only `make test-all` runs combinations that are not ``fast``."""
     return [values if fast(*values) else slow(*values) for values in itertools.product(*axes)]
 
 
 def covering(*axes, fast):
-    """Combine values so that every pair of values of two axes occurs; those that are not fast wait for `test-all`."""
+    """Return combinations that cover every pair of values of two axes, and all combinations that are ``fast``."""
     modulus = max(map(len, axes))
     cases = []
     for indices in itertools.product(*map(range, map(len, axes))):

@@ -3,9 +3,9 @@
     python tests/mutants.py record            # runs the tests under coverage: which test executes which line
     python tests/mutants.py run
 
-A bug is one operator, constant or condition changed in a line that a test executes; the same seed plants the same
-bugs. Each is planted in a copy of the working tree, where the tests that execute its line run, fastest first, until
-one fails (the bug is found) or ``--limit`` seconds of processor time are over (it survives).
+A bug changes one operator, constant or condition in a line that a test executes. The same seed plants the same bugs.
+Each bug is planted in a copy of the working tree. The tests that execute its line run there, fastest first. The bug
+is found if one of them fails within ``--limit`` CPU seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BOOLEAN = {ast.And: "or", ast.Or: "and"}
 
 
 class Mutant(NamedTuple):
-    """The bytes start to end of a file are replaced."""
+    """A replacement of the bytes from start to end of a file."""
 
     path: str
     line: int
@@ -77,7 +77,7 @@ class Source:
         return self.mutant(self.start(node), self.end(node), new)
 
     def operator(self, left: ast.expr, right: ast.expr, new: str) -> Mutant:
-        """Replace what stands between two operands, brackets and comments apart."""
+        """Return a mutant that replaces the operator between two operands."""
         start, end = self.end(left), self.start(right)
         between = self.bytes[start:end].decode()
         text = between.replace(")", " ").replace("(", " ").strip()
@@ -90,7 +90,7 @@ class Source:
 
 
 def mutants_of(source: Source) -> Iterator[Mutant]:
-    """Yield every change of one operator, constant or condition, annotations and messages apart."""
+    """Yield every change of one operator, constant or condition, except in annotations and messages."""
     for node in expressions(ast.parse(source.bytes)):
         if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
             yield source.operator(node.left, node.comparators[0], COMPARISONS[type(node.ops[0])])
@@ -108,7 +108,7 @@ def mutants_of(source: Source) -> Iterator[Mutant]:
 
 
 def expressions(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk what decides a result: no annotation, no ``raise``, no formatted string."""
+    """Yield the nodes of a syntax tree without annotations, ``raise`` statements and formatted strings."""
     if isinstance(node, (ast.Raise, ast.JoinedStr)):
         return
     yield node
@@ -121,7 +121,7 @@ def expressions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class Recorded:
-    """Which test that passes executes which line, and how long each takes."""
+    """The lines that each passing test executes, and its CPU seconds."""
 
     def __init__(self, folder: Path):
         self.seconds = json.loads((folder / "seconds.json").read_text())
@@ -157,7 +157,7 @@ def sample(recorded: Recorded, count: int, seed: int) -> list[Mutant]:
 
 
 class Selection:
-    """A pytest plugin: run given tests in a given order, for a limited processor time; note how each ends."""
+    """A pytest plugin that runs given tests in order within a CPU time limit, and records the failures."""
 
     def __init__(self, order: list[str], limit: float):
         self.rank = {test: k for k, test in enumerate(order)}
@@ -186,13 +186,13 @@ class Selection:
 
 
 def processor_time() -> float:
-    """Return seconds of this process and of those it started."""
+    """Return the CPU seconds of this process and its child processes."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def hunt(mutant: Mutant, tests: list[str], copy: Path, options: argparse.Namespace) -> dict:
-    """Plant a bug in the copy and run the tests in a child process; return which fail."""
+    """Plant a bug in the copy, run the tests in a child process, and return the failures."""
     target = copy / mutant.path
     original = target.read_bytes()
     target.write_bytes(original[: mutant.start] + mutant.new.encode() + original[mutant.end :])
@@ -229,7 +229,7 @@ def run_in_child(tests: list[str], copy: Path, writer: int, options: argparse.Na
 
 
 def result_of(child: int, reader: int, seconds: float) -> dict:
-    """Wait for the child; one that hangs or dies has found the bug."""
+    """Wait for the child process. The bug counts as found if the process hangs or dies."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.05)
@@ -275,7 +275,7 @@ def record(folder: Path) -> None:
 
 
 def run(folder: Path, options: argparse.Namespace) -> None:
-    """Print each bug and the tests that find it, and what share is found."""
+    """Print each bug, the tests that find it, and the share of bugs that are found."""
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests")]
     import hydra  # noqa: F401
     import hypothesis  # noqa: F401
@@ -286,7 +286,7 @@ def run(folder: Path, options: argparse.Namespace) -> None:
     recorded = Recorded(folder)
     mutants = sample(recorded, options.count, options.seed)
     copy = copied(options.tree, options.copy)
-    sys.dont_write_bytecode = True  # what is compiled from a planted bug must not outlive it
+    sys.dont_write_bytecode = True  # byte code of a planted bug must not be reused
     part, _, parts = options.part.partition("/")
     results = []
     for number, mutant in list(enumerate(mutants))[options.start + int(part) :: int(parts)]:

@@ -1,8 +1,8 @@
-"""Kernels that round differently: what a CPU that nobody tried does to the tests.
+"""Kernels that round differently, as on another CPU.
 
 With ``METAGRAD_TEST_NOISE=1`` the results of matrix products, convolutions and sums on a CPU are multiplied by
-1 + 4 ulp of a pseudo-random sign. The sign of an entry depends only on its value and position, so that the same
-operation on the same operands gives the same bits again. A test that fails sits on a knife's edge.
+1 + 4 ulp of a pseudo-random sign. The sign of an entry depends only on its value and position, so
+results are deterministic. A test that fails under this noise depends on rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def noisy(result: Tensor) -> Tensor:
-    """Return a result with 4 units in the last place added to, or taken from, each entry."""
+    """Return a result whose entries are changed by 4 units in the last place."""
     if result.dtype not in (torch.float32, torch.float64) or not result.numel():
         return result
     bits = result.contiguous().view(torch.int32 if result.dtype == torch.float32 else torch.int64)

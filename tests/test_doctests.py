@@ -1,4 +1,4 @@
-"""Every example in a docstring runs and prints what it says."""
+"""Every example in a docstring runs and prints the documented output."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[-+]?\d+)?(?![\w])")
 
 
 def unit(number: str) -> float:
-    """Return one unit of the last digit of a number as it is printed; 0 for an integer.
+    """Return one unit of the last printed digit of a number, or 0 for an integer.
 
-    Torch prints no digits after the point of tensors that are whole to four of them.
+    PyTorch prints no decimals if all entries of a tensor are whole up to four decimals.
     """
     digits, _, exponent = number.partition("e")
     decimals = len(digits.partition(".")[2]) or (4 if "." in digits else 0)
@@ -47,13 +47,13 @@ def unit(number: str) -> float:
 
 
 def is_close(want: str, got: str) -> bool:
-    """Return whether two numbers differ by one unit of the last digit, or by rounding in float32, at most."""
+    """Return whether two numbers differ by at most one unit of the last digit or by float32 rounding."""
     rounding = 1e-6 * abs(float(want)) if unit(want) else 0.0
     return abs(float(want) - float(got)) <= 1.001 * unit(want) + rounding
 
 
 class NumbersAsNumbers(doctest.OutputChecker):
-    """Takes numbers that differ by one unit of the last digit that the docstring prints, and any white space."""
+    """Accepts any white space, and numbers that differ by one unit of the last printed digit."""
 
     def check_output(self, want, got, optionflags):
         if super().check_output(want, got, optionflags):
@@ -111,12 +111,12 @@ NAMED = re.compile(r":(?:class|func|meth):`~?([\w.]+)`|``([\w.]+)")
 
 
 def is_plain(value) -> bool:
-    """Return whether there is nothing to show: a protocol, a tuple of values, an exception."""
+    """Return whether a class needs no example: a protocol, a named tuple or an exception."""
     return getattr(value, "_is_protocol", False) or issubclass(value, (tuple, Exception))
 
 
 def is_shown_elsewhere(value) -> bool:
-    """Return whether a docstring names what makes the value, and has an example."""
+    """Return whether the docstring names a public name that has an example."""
     named = {part for pair in NAMED.findall(value.__doc__ or "") for name in pair for part in name.split(".")}
     return bool(named & {value.__name__ for value in WITH_EXAMPLES})
 
@@ -153,7 +153,7 @@ def section(value, title: str) -> str | None:
 
 
 def described(value) -> set[str]:
-    """Return the parameters and attributes that the docstring of a value, or of a base of it, describes."""
+    """Return the parameters and attributes that the docstrings of a value and its bases describe."""
     texts = [
         section(v, title) for v in getattr(value, "__mro__", [value]) for title in ("Args", "Attributes")
     ]
@@ -167,7 +167,7 @@ def described(value) -> set[str]:
 
 
 def parameters(value) -> set[str]:
-    """Return the parameters that a user sets; of a rule some of its fields are set by what runs it."""
+    """Return the parameters that a user sets. Other fields of a functional optimizer are internal."""
     if inspect.isclass(value) and (
         issubclass(value, (Enum, Exception)) or getattr(value, "_is_protocol", False)
     ):
@@ -178,7 +178,7 @@ def parameters(value) -> set[str]:
 
 
 def raises(value) -> bool:
-    """Return whether the code of a function, or of the checks of what a class is made of, has a ``raise``."""
+    """Return whether a function, or the constructor of a class, has a ``raise`` statement."""
     names = ("__init__", "__post_init__") if inspect.isclass(value) else ("__wrapped__",)
     made = [vars(value)[name] for name in names if name in vars(value)] or [value]
     own = [
@@ -191,7 +191,7 @@ def raises(value) -> bool:
 
 
 def is_method(value) -> bool:
-    """Return whether a value is a method of the literature: no base class, and nothing that a method returns."""
+    """Return whether a value implements a published method. Base classes and results do not."""
     if not OF_METHODS.match(value.__module__) or inspect.isroutine(value):
         return bool(OF_METHODS.match(value.__module__))
     is_result = any(section(v, "Attributes") for v in value.__mro__) and section(value, "Args") is None

@@ -1,4 +1,4 @@
-"""What the documents show holds: their programs run, their links, commands and options exist, and they stay short."""
+"""Programs of documents run, their links, commands and options exist, and documents stay short."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_an_error_of_a_page_has_its_line(tmp_path):
 
 @pytest.mark.parametrize("page", notebooks.PAGES)
 def test_the_cells_of_a_notebook_are_the_programs_of_its_page(page):
-    """They are run by the test of the page; the first cell installs what they need."""
+    """The test of the page runs the programs. The first cell installs the requirements."""
     path = ROOT / "docs" / page
     notebook = json.loads(notebooks.notebook(path.read_text(), []))
     install, *cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -126,7 +126,7 @@ def test_the_cells_of_a_notebook_are_the_programs_of_its_page(page):
 
 
 def headings(text: str) -> set[str]:
-    """Return the anchors of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings on GitHub."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -155,7 +155,7 @@ def missing_commands(path: Path, text: str) -> list[str]:
 
 
 def missing_files(path: Path, text: str) -> list[str]:
-    """Return files of the repository, and folders below that of a README, which are named and do not exist."""
+    """Return named files, and named folders next to a README, that do not exist."""
     files = re.findall(r"`((?:metagrad|experiments|tests|conf|docs)/[a-z_./]*)`", text)
     folders = re.findall(r"`([a-z_]+/)`", text) if path.is_relative_to(ROOT / "metagrad") else []
     return [
@@ -165,7 +165,7 @@ def missing_files(path: Path, text: str) -> list[str]:
 
 
 def missing_names(path: Path, text: str) -> list[str]:
-    """Return dotted names of the library that it does not have."""
+    """Return dotted names that the library does not define."""
     return [name for name in sorted(set(NAMES.findall(text))) if not is_name(name)]
 
 

@@ -1,4 +1,4 @@
-"""The import graph of the library: floors, no circles, no imports inside functions, folders that can be read."""
+"""The import graph of the library: layers, no cycles, no imports inside functions, small folders."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FLOORS = {
     "optim": 4,
     "hypergrad": 5,
     "meta": 6,
-    "info": 10,  # which reads the version of the package
+    "info": 10,  # reads the version of the package
 }
-APART = {"tasks", "models"}  # which nothing else imports, and which import core alone
+APART = {"tasks", "models"}  # no other package imports them, and they import only core
 NOT_IN_THE_CORE = {"hydra", "omegaconf", "wandb", "matplotlib", "tqdm", "pytest"}
-# Imported where used: SciPy and Pillow need not be there, `resource` is of Unix, torch's compiler is slow.
+# Imported inside functions: SciPy and Pillow are optional, `resource` exists only on Unix, torch's compiler is slow.
 OPTIONAL = {"PIL", "scipy", "resource", "torch"}
 MOST_FILES = 13  # of a folder, its `__init__` included
 
@@ -45,7 +45,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield what a module imports, as it is written, and where; imports for type checkers too."""
+    """Yield the names that a module imports and their lines, including imports for type checkers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -55,12 +55,12 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def as_module(name: str) -> str | None:
-    """Return the module of the library that an import reads."""
+    """Return the module of the library for an imported name, or None."""
     return name if name in MODULES else parent if (parent := name.rpartition(".")[0]) in MODULES else None
 
 
 def arrows(path: Path) -> dict[str, int]:
-    """Return the modules of the library that a file imports, and the lines."""
+    """Return the modules of the library that a file imports, with their lines."""
     named = ((as_module(name), line) for name, line in imports(parsed(path)))
     return {module: line for module, line in named if module is not None}
 
@@ -71,7 +71,7 @@ def graph() -> dict[str, dict[str, int]]:
 
 
 def circle(graph: dict[str, dict[str, int]]) -> list[str]:
-    """Return modules that import each other in a circle, the first of them again at the end; or nothing."""
+    """Return a cycle of modules, with the first one repeated at the end, or an empty list."""
     finished: set[str] = set()
     trail: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Calls with the right thing in the wrong form: a result for a function, a class, a model for its parameters."""
+"""Errors for arguments in the wrong form: a result for a function, a class, a model for its parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hypergradient(outer=squares, params=None, method=None):
 
 
 class Short:
-    """A rule as the simplest one could be written."""
+    """A minimal functional optimizer."""
 
     def init(self, params):
         return None

@@ -1,4 +1,4 @@
-"""Every public algorithm and optimizer has a page with its equation, paper and example, and was measured."""
+"""Every public algorithm and optimizer has a page with its equation, paper, example and measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the installed package is: small, alone, and quick to import."""
+"""The installed package is small, has few dependencies and imports quickly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded() -> list[str]:
-    """Return the modules that importing the library, and measuring memory, loads."""
+    """Return the modules that are loaded after importing the library and measuring memory."""
     program = (
         "import sys, torch, metagrad as mg\nwith mg.MemoryTracker('cpu'): torch.ones(1)\nprint(*sys.modules)"
     )

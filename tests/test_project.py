@@ -1,4 +1,4 @@
-"""What the files around the library say agrees: tools, versions, interpreters."""
+"""Versions, tools, interpreters and addresses agree in all files of the project."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import yaml
 
 import metagrad
 import metagrad.info
+from docs._hooks.addresses import PLACEHOLDER, address, placeholders
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,7 +21,7 @@ def read(name: str) -> str:
 
 
 def project(key: str) -> str:
-    """Return a line of text of pyproject.toml, which the standard library reads from Python 3.11 on only."""
+    """Return a value of pyproject.toml. The standard library reads TOML only from Python 3.11 on."""
     found = re.search(rf'^{key} = "(.*)"$', read("pyproject.toml"), re.MULTILINE)
     assert found, key
     return found[1]
@@ -70,6 +71,16 @@ def test_one_version_everywhere():
     assert not re.search(r"^version = ", read("pyproject.toml"), re.MULTILINE)
     assert citation["license"] == project("license")
     assert f"## {metagrad.__version__} - " in read("CHANGELOG.md")
+
+
+def test_addresses_agree_and_a_release_needs_them():
+    citation = yaml.safe_load(read("CITATION.cff"))
+    assert citation["repository-code"] == address("Repository")
+    assert read("README.md").count(address("Repository")) > 2
+    assert address("Documentation") in read("README.md")
+    assert "python docs/_hooks/addresses.py" in read(".github/workflows/release.yml")
+    if PLACEHOLDER in address("Repository"):
+        assert {"pyproject.toml", "README.md"} <= {place.partition(":")[0] for place in placeholders()}
 
 
 def strict_patterns():

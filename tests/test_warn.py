@@ -1,4 +1,4 @@
-"""Warnings name the line that a user wrote, however deep in the library something is noticed."""
+"""Warnings point to the line of the user, at any depth of the call stack."""
 
 import pytest
 import torch
