@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from metagrad.core.tree import Params, widened
 from metagrad.optim.hyperparameters import check_hyperparameter, count, values_at
@@ -107,7 +108,11 @@ def _as_before(old: Slot, new: Any) -> Any:
 
 
 def check_real(call: str, key: str, param: Tensor) -> None:
-    """Refuse a parameter that is no floating point tensor."""
+    """Raise an error unless a parameter is a floating point tensor that has a shape."""
+    if is_lazy(param):
+        raise ValueError(
+            f"{call}: {key!r} belongs to a lazy module and has no shape yet. Call the model on a batch first."
+        )
     if not param.is_floating_point():
         raise TypeError(
             f"{call}: {key!r} is {param.dtype}, and must be real, of a floating point dtype. A complex one can be "

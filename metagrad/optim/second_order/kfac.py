@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from metagrad.core._torch import averaging_wrapper, linalg
 from metagrad.core.checks import check_choice, check_count, is_a
 from metagrad.core.tree import Params, widened
+from metagrad.optim.per_parameter import check_real
 from metagrad.optim.second_order.curvature_optimizer import (
     CurvatureOptimizer,
     WeightedLoss,
@@ -216,6 +217,8 @@ class KFAC(CurvatureOptimizer):
                 f"KFAC(model): model must be the nn.Module whose layers are observed, got {type(model).__name__}. "
                 "Pass the model itself; params= takes groups of its parameters."
             )
+        for name, p in model.named_parameters():
+            check_real("KFAC(model)", name, p)
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         layers = known_layers("KFAC(model)", model).values()
         self._layers: dict[str, Layer] = {self._names[layer.weight]: layer for layer in layers}
@@ -428,7 +431,7 @@ class KFAC(CurvatureOptimizer):
                 raise RuntimeError(
                     f"KFAC.step: {name!r} has a gradient, but no curvature: the call of its layer was not seen, or "
                     "no labels were drawn. The forward pass must run after KFAC(model) was made, by calling the "
-                    "layer, and loss.backward() must write the gradient. "
+                    "layer outside of torch.compile, and loss.backward() must write the gradient. "
                     'With fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
                 )
             column = None if bias is None else torch.zeros_like(bias) if bias.grad is None else bias.grad

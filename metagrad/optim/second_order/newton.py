@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -27,7 +28,14 @@ from metagrad.optim.second_order.curvature_optimizer import (
     options_of,
 )
 from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal, signs_like
-from metagrad.optim.second_order.vector import VectorOptimizer, flat, scalar_of, split, without_gradients
+from metagrad.optim.second_order.vector import (
+    VectorOptimizer,
+    flat,
+    loss_of_before,
+    scalar_of,
+    split,
+    without_gradients,
+)
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, Work, as_number
 from metagrad.optim.torch_optim.state import Change
 
@@ -47,6 +55,7 @@ class BackwardPass(NamedTuple):
     value: Tensor  # what was differentiated, 0-d
     grads: Mapping[Tensor, Tensor]  # the gradient of each leaf
     losses: Sequence[WeightedLoss]  # of known form
+    loss: weakref.ref[Tensor] | None = None  # what was differentiated, as the closure has it
 
 
 class Curvature:
@@ -508,7 +517,7 @@ class NewtonCG(VectorOptimizer):
         before, params = self._passes or [], self._all_params()
         if all(p.grad is None for p in params):  # those of earlier passes were dropped
             before = [one for one in before if one.grads.keys().isdisjoint(params)]
-        self._passes = [*before, BackwardPass(scalar_of(loss, gradient), grads, losses)]
+        self._passes = [*before, BackwardPass(scalar_of(loss, gradient), grads, losses, weakref.ref(loss))]
 
     def _forget(self) -> None:
         super()._forget()
@@ -620,6 +629,8 @@ class NewtonCG(VectorOptimizer):
         values: list[Tensor] = []
 
         def backward(loss: Tensor, gradient: Tensor | None = None, *_: Any, **__: Any) -> None:
+            if any(one.loss is not None and one.loss() is loss for one in self._passes or ()):
+                raise loss_of_before(type(self).__name__)
             values.append(scalar_of(loss, gradient))
 
         with self._elsewhere(params, w) as closure, LossRecorder(backward, note_losses=False):

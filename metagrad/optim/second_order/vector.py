@@ -46,6 +46,7 @@ class VectorOptimizer(CurvatureOptimizer):
     own_to_groups: ClassVar[Sequence[str]] = ("lr", "weight_decay")
     """The options in which groups may differ."""
     _closure: Callable[[], Any] | None = None  # of the step in progress
+    _first_result: Any = None  # what it returned where the step begins
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step.
@@ -61,10 +62,13 @@ class VectorOptimizer(CurvatureOptimizer):
             return super().step(closure)
         finally:
             del self._closure, self._random, self._buffers
+            self._first_result = None
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         with self._buffers.noticed():
-            return super()._evaluated(closure)
+            result = super()._evaluated(closure)
+        self._first_result = result if closure is self._closure else self._first_result
+        return result
 
     @contextlib.contextmanager
     def _elsewhere(self, params: Params, w: Tensor) -> Generator[Callable[[], Any]]:
@@ -80,7 +84,20 @@ class VectorOptimizer(CurvatureOptimizer):
             _at(values),
             torch.enable_grad(),
         ):
-            yield self._closure
+            yield self._called_again
+
+    def _called_again(self) -> Any:
+        """Call the closure again, at other parameters."""
+        assert self._closure is not None
+        try:
+            result = self._closure()
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # out of memory, say
+                raise
+            raise loss_of_before(type(self).__name__) from error
+        if isinstance(result, Tensor) and result is self._first_result:
+            raise loss_of_before(type(self).__name__)
+        return result
 
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
@@ -134,6 +151,14 @@ class VectorOptimizer(CurvatureOptimizer):
         if not isinstance(lr, Tensor) or float(g.dot(scaled)) <= 0:
             return scaled
         return lr[lr > 0].min() * d
+
+
+def loss_of_before(name: str) -> RuntimeError:
+    """Return the error for a closure that does not compute its loss at every call."""
+    return RuntimeError(
+        f"{name}.step(closure): the closure is called again at other parameters, and must compute the loss anew at "
+        "every call. Call the model and the loss function inside the closure, before loss.backward()."
+    )
 
 
 def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:

@@ -56,10 +56,10 @@ def apart(state: Any, keys: Iterable[str]) -> dict[str, ParameterState]:
 
 @contextlib.contextmanager
 def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Undo what ``load_state_dict`` does inside: it casts floating point state to the dtype of the parameter.
+    """Replace the cast of ``torch.optim``'s ``load_state_dict``, which gives state the dtype of the parameter.
 
-    An average in float32 of a parameter in bfloat16 would lose 16 bits at every resume, and row numbers would become
-    floating point. Tensors are copied, so that two optimizers never write into one.
+    With that cast, a float32 average of a bfloat16 parameter would lose 16 bits at every resume, and row numbers
+    would become floating point. Tensors are copied, so two optimizers never share one.
     """
     given: dict[str, Any] = {}
 
@@ -72,7 +72,7 @@ def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None]:
         for number, p in zip(numbers, params, strict=True):
             if number in given["state"]:
                 optimizer.state[p] = pytree.tree_map_only(
-                    Tensor, lambda value, p=p: value.detach().to(p.device, copy=True), given["state"][number]
+                    Tensor, lambda value, p=p: _loaded(value, p), given["state"][number]
                 )
 
     hooks = [
@@ -84,6 +84,12 @@ def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _loaded(value: Tensor, param: Tensor) -> Tensor:
+    """Copy a tensor of a state to the device of its parameter, floating point in the dtype that steps use."""
+    dtype = torch.promote_types(param.dtype, torch.float32) if value.is_floating_point() else value.dtype
+    return value.detach().to(param.device, dtype, copy=True)
 
 
 @dataclass(frozen=True)

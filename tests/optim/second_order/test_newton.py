@@ -370,6 +370,27 @@ def test_a_closure_that_stops_calling_backward_is_refused():
     assert w.tolist() == [1.0, 1.0]
 
 
+@every
+def test_a_loss_that_is_computed_outside_of_the_closure_is_refused(make):
+    for is_differentiated in (True, False):
+        model, opt = (model := network()), make(model.parameters())
+        with opt.recording():
+            loss = classification(model)()
+            loss.backward(retain_graph=True)
+
+        def closure(loss=loss, is_differentiated=is_differentiated):
+            if is_differentiated:
+                loss.backward()
+            return loss
+
+        with pytest.raises(
+            (RuntimeError, ValueError),
+            match=rf"{make.__name__}.*(anew at every call|no curvature|inside the closure)",
+        ):
+            opt.step(closure)
+        assert_equal(snapshot(model), snapshot(network()))
+
+
 def test_a_parameter_that_joins_begins_the_group_anew():
     a, b = (torch.tensor([2.0], dtype=F64, requires_grad=True) for _ in range(2))
     opt = LBFGS([a, b])

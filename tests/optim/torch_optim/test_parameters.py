@@ -186,8 +186,13 @@ def test_parameters_and_forms_that_are_refused(case):
     with pytest.raises(ValueError, match=rf"{case.name}\(params\): elements of 'weight' share memory"):
         case.of(model, model.named_parameters())
     spectrum = nn.Linear(2, 2, bias=False, dtype=torch.complex64)
-    with pytest.raises(TypeError, match=rf"{case.name}\(params\): 'weight' is torch.complex64.*real"):
+    with pytest.raises(TypeError, match=rf"{case.name}\((params|model)\): 'weight' is torch.complex64.*real"):
         case.of(spectrum, spectrum.named_parameters())
+    lazy = nn.LazyLinear(1, bias=False)
+    with pytest.raises(
+        ValueError, match=rf"{case.name}\((params|model)\): 'weight' belongs to a lazy module"
+    ):
+        case.of(lazy, lazy.named_parameters())
 
 
 @every

@@ -56,6 +56,16 @@ def test_dtype_device_and_identity_of_parameters_are_kept(case):
 
 
 @every
+def test_a_state_of_float64_continues_a_model_of_float32(case):
+    model, other = network(torch.float64), network()
+    opt, second = optimizer(case, model), optimizer(case, other)
+    run(opt, classification(model, torch.float64), 2)
+    second.load_state_dict(saved_and_loaded(opt.state_dict()))
+    run(second, classification(other), 1)
+    assert all(value.dtype == torch.float32 for value in tensors_of(second))
+
+
+@every
 def test_loading_shares_no_memory(case):
     model, other = network(), network()
     opt, second = optimizer(case, model), optimizer(case, other)
