@@ -37,10 +37,10 @@ class Short:
         return grads, state
 
 
-def step_of_adam_on_rows():
+def exponentials_of_rows():
     table = torch.ones(9, 2, requires_grad=True)
     mg.sparse.embedding(torch.tensor([7, 7, 2]), table).sum().backward()
-    torch.optim.Adam([table]).step()
+    table.grad.exp()
 
 
 def loss():
@@ -87,7 +87,7 @@ def loss():
             r"MAML\(\.\.\.\): inner.update must take \(grads, state, params\), but Short.update takes "
             r"\(grads, state\)",
         ),
-        (step_of_adam_on_rows, r"not an operation on RowSparse.*goes into mg\.optim\.SparseAdam"),
+        (exponentials_of_rows, r"not an operation on RowSparse.*goes into mg\.optim\.SparseAdam"),
         (lambda: hypergradient(outer=W.sum()), r"hypergradient\(.*\): outer_loss must be a function"),
         (
             lambda: hypergradient(params={"w": W, "v": W.double()}),

@@ -79,6 +79,7 @@ class RowSparse(TensorSubclass):
     """
 
     kept: Kept  # below the tape
+    is_sparse: ClassVar[bool] = True  # type: ignore[reportIncompatibleVariableOverride] # for torch.optim
 
     @property
     def rows(self) -> Tensor:
@@ -115,12 +116,12 @@ class RowSparse(TensorSubclass):
     def __new__(cls, rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:  # noqa: D102
         call = "RowSparse(rows, values, shape)"
         _check_parts(call, rows, values, shape)
-        remedy = " Call RowSparse.coalesce(rows, values, shape), which sorts them and adds duplicates up."
+        remedy = " Call RowSparse.from_rows(rows, values, shape), which sorts them and adds duplicates up."
         check_ascending(call, rows, remedy)
         return scatter_rows(values, rows, shape, unique=True)
 
     @staticmethod
-    def coalesce(rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:
+    def from_rows(rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:
         """Make a :class:`RowSparse` of rows in any order, adding up duplicates; differentiable in ``values``.
 
         Args:
@@ -134,11 +135,11 @@ class RowSparse(TensorSubclass):
 
         Example:
             >>> from metagrad.sparse.tables.row_sparse import RowSparse
-            >>> x = RowSparse.coalesce(torch.tensor([2, 0, 2]), torch.ones(3, 1), (3, 1))
+            >>> x = RowSparse.from_rows(torch.tensor([2, 0, 2]), torch.ones(3, 1), (3, 1))
             >>> x.rows.tolist(), x.values.tolist()
             ([0, 2], [[1.0], [2.0]])
         """
-        _check_parts("RowSparse.coalesce(rows, values, shape)", rows, values, shape)
+        _check_parts("RowSparse.from_rows(rows, values, shape)", rows, values, shape)
         return scatter_rows(values, rows, shape)
 
     def to_dense(self) -> Tensor:
@@ -154,6 +155,17 @@ class RowSparse(TensorSubclass):
             return _torch.sparse_coo_tensor(
                 indices, self.kept.values, self.shape, is_coalesced=True, check_invariants=False
             )
+
+    def coalesce(self) -> Tensor:
+        """Return :meth:`to_coo`, which is how optimizers of ``torch.optim`` read a sparse gradient."""
+        return self.to_coo()
+
+    def _values(self) -> Tensor:
+        """Return the stored values themselves, which ``torch.amp.GradScaler`` scales in place."""
+        return self.kept.values
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[RowSparse], tuple[Tensor, Tensor, tuple[int, ...]]]:
+        return RowSparse, (self.rows, self.kept.values, tuple(self.shape))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         kept, shape = self.kept, tuple(self.shape)

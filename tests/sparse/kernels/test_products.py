@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,6 +25,7 @@ POLICIES = {
     "gather": SparsePolicy(threshold=math.inf, layout="gather"),
     "dense": SparsePolicy(threshold=0.0, min_nnz=0),
 }
+HALF = (torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -58,24 +60,22 @@ def test_products_equal_dense_ones(policy, dtype):
     assert sampled.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
-def test_segment_sums_equal_index_add(policy, dtype, shape):
+def test_segment_sums_equal_index_add(policy):
     ids = torch.tensor([2, 0, 2, 5, 2])
-    values = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = torch.zeros(6, *shape, dtype=dtype).index_add(0, ids, values)
-    result = kernels.segment_sum(values, Segments(ids, 6))
-    torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for shape, dtype in itertools.product([(), (3,), (2, 2)], TOLERANCE):
+        values = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        expected = torch.zeros(6, *shape, dtype=dtype).index_add(0, ids, values)
+        result = kernels.segment_sum(values, Segments(ids, 6))
+        torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("size", [(0, 3, 2), (3, 0, 2), (3, 3, 0), (3, 3, 2)])
-def test_nothing_to_multiply(policy, size):
-    n, m, width = size
+def test_nothing_to_multiply(policy):
     none = torch.empty(0, dtype=torch.int64)
-    pattern = Pattern(none, none, (n, m))
-    result = kernels.matmul(pattern, torch.empty(0), torch.ones(m, width))
-    torch.testing.assert_close(result, torch.zeros(n, width))
-    assert kernels.sample(pattern, torch.ones(n, width), torch.ones(m, width)).shape == (0,)
+    for n, m, width in ((0, 3, 2), (3, 0, 2), (3, 3, 0), (3, 3, 2)):
+        pattern = Pattern(none, none, (n, m))
+        result = kernels.matmul(pattern, torch.empty(0), torch.ones(m, width))
+        torch.testing.assert_close(result, torch.zeros(n, width))
+        assert kernels.sample(pattern, torch.ones(n, width), torch.ones(m, width)).shape == (0,)
     assert kernels.segment_sum(torch.empty(0, 2), Segments(none, 4)).tolist() == [[0.0, 0.0]] * 4
 
 
@@ -135,7 +135,7 @@ SEGMENTS = Segments(ONE, 1)
 
 
 class Case(NamedTuple):
-    """An operation on equal numbers [4096], and torch's on the same as a dense tensor."""
+    """An operation on equal numbers [4096], and torch's operation on the dense tensor."""
 
     ours: Callable[[Tensor], Tensor]
     dense: Callable[[Tensor], Tensor]
@@ -150,12 +150,12 @@ def column(v):
 
 
 def table(v):
-    """A table of one column, of which all rows are kept."""
+    """Return a table with one column and all rows."""
     return RowSparse(MANY, v[:, None], (N, 1))
 
 
 def cotangent_of_a_row(v):
-    """The gradient of a row that is looked up 4096 times."""
+    """Return the gradient of a row that is looked up 4096 times."""
     rows = v.new_ones(2, 1, requires_grad=True)
     return mg.grad((sparse.embedding(ONE, rows)[:, 0] * v).sum(), rows, create_graph=True).values
 
@@ -214,7 +214,7 @@ CASES = {
     ),
     "attention": Case(attended, average),
     "duplicates": Case(lambda v: SparseTensor.from_coo(ONE, ONE, v, (1, 1)).values, total),
-    "duplicate rows": Case(lambda v: RowSparse.coalesce(ONE, v[:, None], (2, 1)).values, total),
+    "duplicate rows": Case(lambda v: RowSparse.from_rows(ONE, v[:, None], (2, 1)).values, total),
     "derivative of embedding": Case(cotangent_of_a_row, total),
     "sum of rows": Case(lambda v: table(v).sum(0), total),
     "embedding_bag": Case(lambda v: bag(v, "sum"), total),
@@ -225,25 +225,27 @@ CASES = {
 
 
 def derivatives(operation, v):
-    """The result, the gradient of the square of a weighted sum of it, and that of the square of the gradient."""
+    """Return the result, the gradient of a squared weighted sum, and the gradient of the squared gradient."""
     v = v.detach().requires_grad_()
     y = operation(v)
     wide = y.flatten().to(torch.promote_types(y.dtype, torch.float32))
     weights = torch.linspace(1, 2, wide.numel(), dtype=wide.dtype)
-    weighted = (weights * wide).sum() / max(
-        1, wide.numel() // 64
-    )  # within the range of float16, also squared
+    size = max(1, wide.numel() // 64)  # keeps the square within the range of float16
+    weighted = (weights * wide).sum() / size
     (g,) = torch.autograd.grad(weighted.square(), v, create_graph=True)
     squares = g.to(wide.dtype).square().mean()
     (h,) = torch.autograd.grad(squares, v, allow_unused=True) if squares.requires_grad else (None,)
     return [x.detach().double().flatten() for x in (y, g, torch.zeros_like(v) if h is None else h)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_sums_of_half_precision_are_accumulated_in_float32(name, dtype):
-    """To order two, under the policy's choice of kernels and by gathers alone."""
-    operation, v = CASES[name], torch.full((N,), 0.0157).to(dtype)
+def test_sums_of_half_precision_are_accumulated_in_float32(name):
+    for dtype in HALF:
+        check_half_precision(CASES[name], torch.full((N,), 0.0157).to(dtype), dtype)
+
+
+def check_half_precision(operation, v, dtype):
+    """Compare values and derivatives to order two, with the kernels of the policy and by gathers."""
     assert operation.ours(v).dtype == dtype
     exact, dense = derivatives(operation.dense, v.double()), derivatives(operation.dense, v)
     found = []
@@ -252,19 +254,18 @@ def test_sums_of_half_precision_are_accumulated_in_float32(name, dtype):
             found += derivatives(operation.ours, v)
     for ours, theirs, expected in zip(found, 2 * dense, 2 * exact, strict=True):
         assert ours.shape == expected.shape
-        # What torch is off by (of log_softmax in float16, its second derivative is NaN), and the rounding of results
-        # and cotangents.
+        # The error of torch itself (NaN for the second derivative of log_softmax in float16), and the rounding of
+        # results and cotangents.
         error = (theirs - expected).abs().max().nan_to_num()
         allowed = error + 4 * torch.finfo(dtype).eps * expected.abs().max()
         assert (ours - expected).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_duplicates_of_coo_gradients_are_added_in_float32(dtype):
-    """As a row that is looked up 4096 times by torch's sparse embedding has them."""
-    gradient = torch.sparse_coo_tensor(
-        ONE[None], torch.ones(N, 2, dtype=dtype), (3, 2), check_invariants=True
-    )
-    for values in (as_rows(gradient).values, part_of(gradient).values):
-        assert values.tolist() == [[N, N]]
-        assert values.dtype == dtype
+def test_duplicates_of_coo_gradients_are_added_in_float32():
+    """torch's sparse embedding gives such a gradient to a row that is looked up 4096 times."""
+    for dtype in HALF:
+        ones = torch.ones(N, 2, dtype=dtype)
+        gradient = torch.sparse_coo_tensor(ONE[None], ones, (3, 2), check_invariants=True)
+        for values in (as_rows(gradient).values, part_of(gradient).values):
+            assert values.tolist() == [[N, N]]
+            assert values.dtype == dtype

@@ -163,19 +163,18 @@ def test_a_parameter_is_taken_where_a_matrix_is():
     assert weight.values.grad is not None
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_a_function_that_is_zero_at_zero_keeps_the_pattern(name):
-    result = getattr(A.abs(), name)()
-    assert result.pattern is A.pattern
-    assert torch.equal(result.values, getattr(torch, name)(A.values.abs()))
+def test_functions_that_are_zero_at_zero_keep_the_pattern():
+    for name in ELEMENTWISE:
+        result = getattr(A.abs(), name)()
+        assert result.pattern is A.pattern
+        assert torch.equal(result.values, getattr(torch, name)(A.values.abs()))
 
 
-@pytest.mark.parametrize("name", ["cos", "exp", "log", "reciprocal", "sigmoid"])
-def test_a_function_that_is_not_zero_at_zero_is_refused_with_the_way_out(name):
-    with pytest.raises(
-        TypeError, match=rf"{name}\(0\) is .*a\.with_values\(a\.values\.{name}\(\)\).*to_dense"
-    ):
-        getattr(A, name)()
+def test_functions_that_are_not_zero_at_zero_raise_with_the_way_out():
+    for name in ("cos", "exp", "log", "reciprocal", "sigmoid"):
+        message = rf"{name}\(0\) is .*a\.with_values\(a\.values\.{name}\(\)\).*to_dense"
+        with pytest.raises(TypeError, match=message):
+            getattr(A, name)()
 
 
 def test_zero_to_a_power_is_torch_s():

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import metagrad as mg
 from metagrad.sparse.tables.embedding import embedding
@@ -101,7 +102,7 @@ def test_coalesce_and_sums_equal_dense_ones(first, second):
         whole = torch.zeros(V, D, dtype=torch.float64).index_add(
             0, torch.tensor(ids, dtype=torch.int64), values
         )
-        return RowSparse.coalesce(torch.tensor(ids, dtype=torch.int64), values, (V, D)), whole, values
+        return RowSparse.from_rows(torch.tensor(ids, dtype=torch.int64), values, (V, D)), whole, values
 
     (x, dense_x, values), (y, dense_y, _) = made(first, 0), made(second, 1)
     assert x.rows.tolist() == sorted(set(first))
@@ -170,16 +171,44 @@ def test_writes_in_place_are_seen_by_detached_aliases():
     assert not alias.to_dense().any()
 
 
-def test_coo_is_a_detached_hybrid_tensor_for_torch_optimizers():
+def test_coo_is_a_detached_hybrid_tensor():
     x = row_sparse()
     coo = x.to_coo()
-    assert coo.sparse_dim() == 1
     assert coo.is_coalesced()
+    assert coo.sparse_dim() == 1
     assert not coo.requires_grad
-    assert torch.equal(coo.to_dense(), x.detach().to_dense())
+    assert torch.equal(coo.to_dense(), x.to_dense())
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, maximize=True),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_torch_step_on_rows_as_on_the_gradient_of_their_own_embedding(name):
+    own, theirs = (nn.Embedding(V, D, sparse=True, dtype=torch.float64) for _ in range(2))
+    own.load_state_dict(theirs.state_dict())
+    losses = [lambda ids: embedding(ids, own.weight), theirs]
+    for loss, table in zip(losses, (own, theirs), strict=True):
+        optimizer, scaler = OPTIMIZERS[name](table.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+        for ids in ([3, 1, 3], [1, 5]):
+            optimizer.zero_grad()
+            scaler.scale(loss(torch.tensor(ids)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    torch.testing.assert_close(own.weight, theirs.weight, rtol=1e-12, atol=0)
+
+
+def test_other_optimizers_of_torch_refuse_rows_as_they_refuse_sparse_gradients():
     table = leaf(V, D)
-    table.grad = coo
-    torch.optim.SparseAdam([table]).step()
+    embedding(torch.tensor([1]), table).sum().backward()
+    with pytest.raises(
+        RuntimeError, match="Adam does not support sparse gradients, please consider SparseAdam"
+    ):
+        torch.optim.Adam([table]).step()
 
 
 def test_copies_and_types():
@@ -291,7 +320,7 @@ def test_two_of_different_shapes_are_not_added():
         ([3], torch.ones(1, 2), (3, 2), ValueError, "rows must be from 0 to 2.*got 3"),
     ],
 )
-@pytest.mark.parametrize("make", [RowSparse, RowSparse.coalesce])
+@pytest.mark.parametrize("make", [RowSparse, RowSparse.from_rows])
 def test_parts_that_do_not_fit_are_refused(make, rows, values, shape, error, message):
     with pytest.raises(error, match=message):
         make(torch.tensor(rows), values, shape)
@@ -299,7 +328,7 @@ def test_parts_that_do_not_fit_are_refused(make, rows, values, shape, error, mes
 
 @pytest.mark.parametrize("rows", [[2, 1], [1, 1]])
 def test_rows_must_ascend(rows):
-    with pytest.raises(ValueError, match=r"ascend without duplicates. Call RowSparse.coalesce"):
+    with pytest.raises(ValueError, match=r"ascend without duplicates. Call RowSparse.from_rows"):
         RowSparse(torch.tensor(rows), torch.ones(2, 2), (3, 2))
 
 
