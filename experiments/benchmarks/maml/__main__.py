@@ -41,7 +41,7 @@ def main() -> None:
     """Run what the command line names, by default everything."""
     arguments = parsed()
     results: dict[str, Any] = {}
-    with runner.processes(arguments.threads, arguments.limit) as ask:
+    with runner.processes(arguments.device, arguments.threads, arguments.limit) as ask:
         for name in arguments.workloads:
             results[name] = runner.as_json(run(ask, name, arguments))
             everything = {"provenance": provenance.start(seed=0), "workloads": results}
@@ -113,6 +113,7 @@ def parsed() -> argparse.Namespace:
     add("--seconds", type=float, default=2.0, help="how long a process times (2)")
     add("--limit", type=float, default=600.0, help="seconds after which a process is stopped (600)")
     add("--threads", type=int, default=torch.get_num_threads(), help="of each process (as torch takes)")
+    add("--device", default="cpu", help="where the meta-gradients are computed (cpu)")
     add("--quick", action="store_true", help=f"two rounds of half a second, of {', '.join(QUICK)}")
     add("--out", type=Path, default=Path("outputs/bench"), help="where bench.json goes (outputs/bench)")
     arguments = parser.parse_args()

@@ -8,7 +8,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,12 @@ class Record:
 Records = dict[str, Record]
 
 
-def ask_process(request: Request, *, threads: int, limit: float, cache: Path) -> dict[str, Any]:
+def ask_process(request: Request, *, device: str, threads: int, limit: float, cache: Path) -> dict[str, Any]:
     """Return the answer of a fresh process, or the reason if it fails or takes longer than `limit` seconds."""
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache / re.sub(r"\W+", "-", request.method))}
     return answered(
         "experiments.benchmarks.maml.worker",
-        request.to_json(),
+        replace(request, device=device).to_json(),
         threads=threads,
         limit=limit,
         environment=variables,
@@ -66,10 +66,10 @@ def ask_process(request: Request, *, threads: int, limit: float, cache: Path) ->
 
 
 @contextmanager
-def processes(threads: int, limit: float) -> Iterator[Ask]:
+def processes(device: str, threads: int, limit: float) -> Iterator[Ask]:
     """Return processes. The processes of a method share only the compiler's cache since the start of this call."""
     with tempfile.TemporaryDirectory(prefix="metagrad-bench-") as folder:
-        yield partial(ask_process, threads=threads, limit=limit, cache=Path(folder))
+        yield partial(ask_process, device=device, threads=threads, limit=limit, cache=Path(folder))
 
 
 def counted(ask: Ask, bar: Progress[Any]) -> Ask:

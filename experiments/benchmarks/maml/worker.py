@@ -35,6 +35,7 @@ class Request:
         save: The path for the gradient in float64. Empty to measure in float32.
         seconds: The time to spend on timing. 0 for no timing.
         weigh: Whether to measure the peak.
+        device: The device that computes.
     """
 
     workload: str
@@ -42,6 +43,7 @@ class Request:
     save: str = ""
     seconds: float = 0.0
     weigh: bool = False
+    device: str = "cpu"
 
     def to_json(self) -> str:
         """Return one line."""
@@ -53,7 +55,7 @@ def answer(request: Request) -> dict[str, Any]:
     method = METHODS[request.method]
     if method.package and not _is_installed(method.package):
         return {"refused": "not installed"}
-    work = load(request.workload)
+    work = load(request.workload).to(request.device)
     work = work.double() if request.save else work
     try:
         start = time.perf_counter()
@@ -69,7 +71,8 @@ def answer(request: Request) -> dict[str, Any]:
 
 
 def _dense(part: Any) -> np.ndarray:
-    return np.asarray(part.to_dense() if isinstance(part, RowSparse) else part)
+    part = part.to_dense() if isinstance(part, RowSparse) else part
+    return np.asarray(part.cpu() if isinstance(part, torch.Tensor) else part)
 
 
 def _is_installed(package: str) -> bool:
@@ -94,13 +97,20 @@ def _first(prepared: Prepared) -> Any:
 def _measured(prepared: Prepared, request: Request, first: float) -> dict[str, Any]:
     result: dict[str, Any] = {"first": first}
     if request.seconds:
-        times = durations(prepared.run, request.seconds)
+        times = durations(synchronized(prepared.run, request.device), request.seconds)
         result |= {"median": statistics.median(times), "min": min(times), "calls": len(times)}
     if request.weigh and prepared.peak is not None:
         result |= {"peak": prepared.peak, "peak_by": "compiler"}
     elif request.weigh:
-        result |= {"peak": peak_bytes(prepared.run), "peak_by": "allocator"}
+        result |= {"peak": peak_bytes(prepared.run, request.device), "peak_by": "allocator"}
     return result
+
+
+def synchronized(run: Callable[[], object], device: str) -> Callable[[], object]:
+    """Return a call that waits for the kernels of a GPU."""
+    if torch.device(device).type != "cuda":
+        return run
+    return lambda: (run(), torch.cuda.synchronize(device))
 
 
 def durations(run: Callable[[], object], seconds: float) -> list[float]:

@@ -56,8 +56,11 @@ class Workload:
 
     def double(self) -> Workload:
         """Return the same problem in float64, from the same weights."""
-        model = copy.deepcopy(self.model).double()
-        return replace(self, model=model, batch=self.batch.to(dtype=torch.float64), budget=2 * self.budget)
+        return replace(self.to(torch.float64), budget=2 * self.budget)
+
+    def to(self, target: torch.dtype | torch.device | str) -> Workload:
+        """Return the same problem in a dtype or on a device."""
+        return replace(self, model=copy.deepcopy(self.model).to(target), batch=self.batch.to(target))
 
 
 def load(name: str) -> Workload:

@@ -182,6 +182,6 @@ def test_fresh_processes_end_to_end(run, capsys):
 
 @pytest.mark.slow
 def test_a_process_that_takes_too_long_or_fails_is_a_refusal(tmp_path):
-    asked = partial(runner.ask_process, threads=1, cache=tmp_path)
+    asked = partial(runner.ask_process, device="cpu", threads=1, cache=tmp_path)
     assert asked(Request("sinusoid", OURS), limit=0.01) == {"refused": "took longer than 0.01 s"}
     assert asked(Request("no such", OURS), limit=60)["refused"] == "failed: KeyError: 'no such'"
