@@ -9,7 +9,7 @@ bounds the number of names, and says which of them an installed torch lacks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -70,21 +70,6 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation below autograd."""
 
 
-class DispatchMode(TorchDispatchMode):
-    """A mode whose frames are hidden from the compiler once it is there: torch loads it to hide them, in a second."""
-
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        shown = cls.__torch_dispatch__
-        super().__init_subclass__(**kwargs)
-        hidden = cls.__torch_dispatch__
-
-        @functools.wraps(shown)
-        def dispatch(*args: Any, **kwargs: Any) -> object:
-            return (hidden if "_dynamo" in vars(torch) else shown)(*args, **kwargs)
-
-        cls.__torch_dispatch__ = dispatch
-
-
 is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 """Whether a tensor wraps other tensors, which have the storages."""
 
@@ -112,6 +97,10 @@ def forward_level() -> int:
     return forward_ad._current_level
 
 
+current_graph_task = _C._current_graph_task_id
+"""The number of the backward pass that is running, -1 outside of all: whether a module runs in one."""
+
+
 # Kinds
 
 
@@ -135,48 +124,10 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
 """The base classes of norms of every number of dimensions, also of those that users derive from them."""
 
-ATTRIBUTES: dict[object, dict[str, str]] = {
-    torch.Tensor: {
-        "_version": "counts writes in place",
-        "_base": "what a view is of",
-        "_is_zerotensor": "whether forward mode made it instead of zeros",
-        "_indices": "of a COO tensor that was not coalesced",
-        "_values": "likewise",
-    },
-    _torch.autograd.Function._backward_cls: {
-        "_forward_cls": "the Function that a node of the graph belongs to"
-    },
-    torch.UntypedStorage: {"_cdata": "the identity of a storage"},
-    nn.Module(): {
-        "_parameters": "where substitution of parameters writes",
-        "_buffers": "what a call may rebind",
-        "_forward_hooks": "a module with hooks is not its forward alone",
-        "_forward_pre_hooks": "likewise",
-        "_backward_hooks": "likewise",
-        "_backward_pre_hooks": "likewise",
-        "_apply": "sparse parameters follow .to()",
-        "_load_from_state_dict": "sparse parameters are loaded by their values",
-    },
-    nn.modules.module: {
-        "_global_forward_hooks": "hooks of all modules",
-        "_global_forward_pre_hooks": "likewise",
-        "_global_backward_hooks": "likewise",
-        "_global_backward_pre_hooks": "likewise",
-    },
-    torch.ops.aten: {
-        "_has_same_storage_numel": "torch.compile's question to a wrapper subclass",
-        "_to_copy": "`.to()` of rows",
-        "_values": "`.values()` of rows",
-    },
-}
-"""The private attributes of torch's objects that are read, by what has them. What nodes save (``_saved_...``) is not
-among them: :mod:`metagrad.autograd.checks.lint_rules` has a test for each."""
-
 # Types
 
 if TYPE_CHECKING:
     import numpy as np
-    from typing_extensions import Self
 
     class Function(torch.autograd.Function):
         """A Function whose rules take what each is written for."""
@@ -191,17 +142,8 @@ if TYPE_CHECKING:
     class Module(nn.Module):
         """A module that overrides how it is moved and loaded."""
 
-        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self: ...
-        def _load_from_state_dict(
-            self,
-            state_dict: Mapping[str, Tensor],
-            prefix: str,
-            local_metadata: dict[str, Any],
-            strict: bool,
-            missing_keys: list[str],
-            unexpected_keys: list[str],
-            error_msgs: list[str],
-        ) -> None: ...
+        _apply: Any
+        _load_from_state_dict: Any
 
     class TensorSubclass(Tensor):
         """A tensor that says for itself what these names of torch mean."""
@@ -236,26 +178,7 @@ class VmapInfo(Protocol):
     batch_size: int
 
 
-class LinearAlgebra(Protocol):
-    """The functions of ``torch.linalg`` that the library calls."""
-
-    cholesky: Callable[[Tensor], Tensor]
-    cholesky_ex: Callable[[Tensor], tuple[Tensor, Tensor]]
-    eigh: Callable[[Tensor], tuple[Tensor, Tensor]]
-    eigvalsh: Callable[[Tensor], Tensor]
-    inv: Callable[[Tensor], Tensor]
-    matrix_norm: Callable[..., Tensor]
-    pinv: Callable[..., Tensor]
-    qr: Callable[[Tensor], tuple[Tensor, Tensor]]
-    solve: Callable[[Tensor, Tensor], Tensor]
-    solve_ex: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    solve_triangular: Callable[..., Tensor]
-    svd: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    vecdot: Callable[..., Tensor]
-    vector_norm: Callable[..., Tensor]
-
-
-linalg: LinearAlgebra = torch.linalg
+linalg: Any = torch.linalg
 from_numpy: Callable[[np.ndarray[Any, Any]], Tensor] = _torch.from_numpy
 at_least_1d: Callable[[Tensor], Tensor] = _torch.atleast_1d
 at_least_2d: Callable[[Tensor], Tensor] = _torch.atleast_2d

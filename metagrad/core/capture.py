@@ -10,7 +10,7 @@ import functools
 import random
 import warnings
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,12 +77,9 @@ class RandomState:
         """Return the libraries that have drawn since."""
         return {g.library for g, state in self.states if not _is_same(state, g.get())}
 
-    def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Draw again what the recorded call drew, and leave the generators untouched."""
-        return self._restored() if self.states else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _restored(self) -> Generator[None]:
+    def restored(self) -> Generator[None]:
+        """Draw again what the recorded call drew, and leave the generators untouched."""
         now = [(generator, generator.get()) for generator, _ in self.states]
         self.restore()
         try:
@@ -97,24 +94,17 @@ class RandomState:
             generator.set(state)
 
 
-class _Flag(NamedTuple):
-    """A global setting of torch."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-
-
 _cuda = torch.backends.cuda
-_FLAGS = [
-    _Flag(torch.get_default_dtype, torch.set_default_dtype),
-    _Flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    _Flag(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    _Flag(_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    _Flag(_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    _Flag(_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    _Flag(_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+_FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
     *(
-        _Flag(functools.partial(getattr, backend, name), functools.partial(setattr, backend, name))
+        (functools.partial(getattr, backend, name), functools.partial(setattr, backend, name))
         for backend, name in (
             (torch.backends.cudnn, "enabled"),
             (torch.backends.cudnn, "allow_tf32"),
@@ -123,40 +113,32 @@ _FLAGS = [
         )
     ),
 ]
+"""The functions that return and set a global setting of torch."""
 
 
 class Flags:
     """Settings of torch that choose dtypes, devices and kernels."""
 
     def __init__(self) -> None:
-        self.values = [flag.get() for flag in _FLAGS]
+        self.values = [get() for get, _ in _FLAGS]
         self.device = torch.get_default_device()
 
-    def key(self) -> tuple[Any, ...]:
-        """Return the settings as a value that can be compared and hashed."""
-        return *self.values, self.device
-
-    def restored(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def restored(self) -> Generator[None]:
         """Set the flags that have changed since back, within a ``with`` block."""
         now = Flags()
-        return contextlib.nullcontext() if now.__dict__ == self.__dict__ else self._restored(now)
-
-    @contextlib.contextmanager
-    def _restored(self, present: Flags) -> Generator[None]:
-        moved = [
-            (flag, then, now)
-            for flag, then, now in zip(_FLAGS, self.values, present.values, strict=True)
-            if then != now
+        setters = (set_ for _, set_ in _FLAGS)
+        changed = [
+            change for change in zip(setters, self.values, now.values, strict=True) if change[1] != change[2]
         ]
-        same_device = present.device == self.device
         try:
-            for flag, then, _ in moved:
-                flag.set(then)
-            with contextlib.nullcontext() if same_device else self.device:
+            for set_, then, _ in changed:
+                set_(then)
+            with contextlib.nullcontext() if now.device == self.device else self.device:
                 yield
         finally:
-            for flag, _, now in moved:
-                flag.set(now)
+            for set_, _, present in changed:
+                set_(present)
 
 
 class AutocastState:
@@ -168,39 +150,16 @@ class AutocastState:
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
         }
 
-    def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Cast as the recorded call did; without a cache, whose entries would outlive the recomputation."""
-        casts = {
-            kind for kind, (enabled, _) in self.kinds.items() if enabled or torch.is_autocast_enabled(kind)
-        }
-        return self._restored(casts) if casts else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _restored(self, casts: set[str]) -> Generator[None]:
+    def restored(self) -> Generator[None]:
+        """Cast as the recorded call did; without a cache, whose entries would outlive the recomputation."""
         with contextlib.ExitStack() as stack:
             for kind, (enabled, dtype) in self.kinds.items():
-                if kind in casts:
+                if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
                     )
             yield
-
-
-class Restorable(Protocol):
-    """A captured state."""
-
-    def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Set the state up again, within a ``with`` block."""
-        ...
-
-
-@contextlib.contextmanager
-def restored(*states: Restorable) -> Generator[None]:
-    """Set up several captured states, within a ``with`` block."""
-    with contextlib.ExitStack() as stack:
-        for state in states:
-            stack.enter_context(state.restored())
-        yield
 
 
 @contextlib.contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +50,9 @@ class Place(NamedTuple):
         """Return the value that is held."""
         if self.parent is not None:
             return self.parent.get()[self.key]
-        if isinstance(self.holder, (dict, list)):
+        if isinstance(self.holder, dict):
+            return dict.__getitem__(self.holder, self.key)  # not that of a subclass, which may note it
+        if isinstance(self.holder, list):
             return self.holder[self.key]
         return getattr(self.holder, self.key)
 
@@ -154,16 +158,75 @@ def _may_hold(value: object) -> bool:
 
 @contextlib.contextmanager
 def placed(values: Iterable[tuple[Place, object]]) -> Generator[None]:
-    """Hold other values at some places within a ``with`` block; places that are gone are left out."""
+    """Hold other values at some places within a ``with`` block. Places that are gone are left out.
+
+    Raises:
+        RuntimeError: Another thread holds values at one of the places.
+    """
     before: list[tuple[Place, object]] = []
+    claims: list[_Claim] = []
     try:
         for place, value in values:
             with contextlib.suppress(LookupError, AttributeError, ValueError):
                 now = place.get()
                 if now is not value:
+                    _claim(place, claims)
                     place.put(value)
                     before.append((place, now))
         yield
     finally:
         for place, value in reversed(before):
             place.put(value)
+        _release(claims)
+
+
+@contextlib.contextmanager
+def claimed(places: Iterable[Place]) -> Generator[None]:
+    """Keep other threads from placing values at some places, within a ``with`` block.
+
+    Raises:
+        RuntimeError: Another thread has claimed one of the places.
+    """
+    claims: list[_Claim] = []
+    try:
+        for place in places:
+            _claim(place, claims)
+        yield
+    finally:
+        _release(claims)
+
+
+_Claim: TypeAlias = "tuple[int, Hashable]"
+_owners: dict[_Claim, tuple[int, list[_Claim]]] = {}
+
+
+def _claim(place: Place, claims: list[_Claim]) -> None:
+    """Make this thread the owner of a place, and append the claim, unless it is the owner already.
+
+    The threads in which autograd runs a backward pass on an accelerator are not other threads.
+    """
+    if torch.compiler.is_compiling():
+        return
+    claim, me = (id(place.holder), place.key), threading.get_ident()
+    own = (me, claims)
+    owner = _owners.setdefault(claim, own)  # atomic
+    if owner is own:
+        claims.append(claim)
+    elif owner[0] != me and any(thread.ident == me for thread in threading.enumerate()):
+        raise RuntimeError(
+            "metagrad: another thread computes with this model, whose weights are replaced meanwhile. Give each "
+            "thread a copy of the model, copy.deepcopy(model), or call it in one thread."
+        )
+
+
+def _release(claims: list[_Claim]) -> None:
+    for claim in claims:
+        _owners.pop(claim, None)
+
+
+def on_the_stack(function: Callable[..., Any]) -> bool:
+    """Return whether a call of a Python function has not returned yet."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None

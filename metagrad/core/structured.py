@@ -12,7 +12,7 @@ import enum
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,48 +26,30 @@ _CONSTANTS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """A tensor, by its number."""
+class Form(NamedTuple):
+    """A value without its tensors.
 
-    number: int
+    Attributes:
+        kind: The value itself if it holds no tensor, the number of a tensor, the specification of a container that
+            torch knows, or the type of another object.
+        names: Of the parts, as Python would write them after the name of the value.
+        parts: What the value consists of. Of an object: its items if it is a dict, and its attributes.
+        keys: The keys of the items of an object.
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-    """A value that is no tensor and holds none."""
-
-    value: object
-
-
-@dataclasses.dataclass(frozen=True)
-class _Container:
-    """A container that torch's trees know."""
-
-    spec: TreeSpec
-    names: tuple[str, ...]  # of the parts, as Python would write them after that of the value
-    parts: tuple[Form, ...]
+    kind: Any
+    names: tuple[str, ...] | None = None
+    parts: tuple[Form, ...] = ()
+    keys: tuple[object, ...] = ()
 
     def __hash__(self) -> int:
-        return hash(self.names)
+        return hash((self.names, self.parts))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Object:
-    """An object that is its items, if it is a dict, and its attributes."""
+class _Number(NamedTuple):
+    """The number of a tensor."""
 
-    kind: type
-    keys: tuple[object, ...]
-    attributes: tuple[str, ...]
-    parts: tuple[Form, ...]  # first the items, then the attributes
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return *(f"[{key!r}]" for key in self.keys), *(f".{name}" for name in self.attributes)
-
-
-Form: TypeAlias = "_Leaf | _Constant | _Container | _Object"
-"""A value without its tensors."""
+    number: int
 
 
 class Structured:
@@ -166,19 +148,19 @@ def _form(value: object, path: str, tensors: list[Tensor], numbers: dict[int, in
         if id(value) not in numbers:
             numbers[id(value)] = len(tensors)
             tensors.append(value)
-        return _Leaf(numbers[id(value)])
+        return Form(_Number(numbers[id(value)]))
     children, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
     if not spec.is_leaf():
         names = leaf_names(value, is_leaf=lambda part: part is not value)
-        return _Container(spec, tuple(names), forms(names, children))
+        return Form(spec, tuple(names), forms(names, children))
     if isinstance(value, _CONSTANTS):
-        return _Constant(value)
+        return Form(value)
     if not (isinstance(value, (dict, types.SimpleNamespace)) or dataclasses.is_dataclass(value)):
         raise TypeError(_unknown(value, path, call))
     items: Mapping[Any, object] = value if isinstance(value, dict) else {}
     state = _attributes(value)
-    empty = _Object(type(value), tuple(items), tuple(state), ())
-    return dataclasses.replace(empty, parts=forms(empty.names, [*items.values(), *state.values()]))
+    names = (*(f"[{key!r}]" for key in items), *(f".{name}" for name in state))
+    return Form(type(value), names, forms(names, [*items.values(), *state.values()]), tuple(items))
 
 
 def _attributes(value: object) -> dict[str, object]:
@@ -191,30 +173,28 @@ def _attributes(value: object) -> dict[str, object]:
 
 def _filled(form: Form, tensors: Sequence[Tensor]) -> Any:
     """Build a value from its form and its tensors."""
-    if isinstance(form, _Leaf):
-        return tensors[form.number]
-    if isinstance(form, _Constant):
-        return form.value
+    if isinstance(form.kind, _Number):
+        return tensors[form.kind.number]
+    if form.names is None:
+        return form.kind
     parts = [_filled(part, tensors) for part in form.parts]
-    if isinstance(form, _Container):
-        return tree_unflatten(parts, form.spec)
+    if isinstance(form.kind, TreeSpec):
+        return tree_unflatten(parts, form.kind)
     # Without the constructor, which may compute: the object is its state.
-    kind: Any = form.kind
-    new = kind.__new__(kind)
+    new = form.kind.__new__(form.kind)
     set_item = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
     for key, part in zip(form.keys, parts, strict=False):
         set_item(new, key, part)  # type: ignore[arg-type]
-    for name, part in zip(form.attributes, parts[len(form.keys) :], strict=True):
-        object.__setattr__(new, name, part)
+    for name, part in zip(form.names[len(form.keys) :], parts[len(form.keys) :], strict=True):
+        object.__setattr__(new, name[1:], part)
     return new
 
 
 def _collect_paths(form: Form, path: str, found: dict[int, str]) -> None:
-    if isinstance(form, _Leaf):
-        found.setdefault(form.number, path)
-    elif not isinstance(form, _Constant):
-        for name, part in zip(form.names, form.parts, strict=True):
-            _collect_paths(part, path + name, found)
+    if isinstance(form.kind, _Number):
+        found.setdefault(form.kind.number, path)
+    for name, part in zip(form.names or (), form.parts, strict=True):
+        _collect_paths(part, path + name, found)
 
 
 def _unknown(value: object, path: str, call: str) -> str:

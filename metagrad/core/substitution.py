@@ -1,61 +1,68 @@
-"""Substitution of other tensors for a module's parameters, for the duration of a call."""
+"""Substitution of other tensors for the parameters and buffers of modules, for the duration of a call."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from metagrad.core.reach import Place, placed
+from metagrad.core import _torch
+from metagrad.core.reach import Place, claimed, on_the_stack, placed
+
+_CHECKPOINT = inspect.unwrap(checkpoint)
+_blocks: list[object] = []
 
 
-def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Substitute tensors for the parameters with these ids, within a ``with`` block; tied weights stay tied.
+def tensor_places(*modules: nn.Module) -> list[tuple[Place, Tensor]]:
+    """Return the places of the parameters and buffers of modules, and what they hold."""
+    return [
+        (Place(holder, name), tensor)
+        for root in modules
+        for module in root.modules()
+        for holder in (module._parameters, module._buffers)
+        for name, tensor in holder.items()
+        if tensor is not None
+    ]
+
+
+def sole_use(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Keep other threads from calling a model with other weights, within a ``with`` block.
+
+    Raises:
+        RuntimeError: Another thread does so.
+    """
+    return claimed(place for place, _ in tensor_places(model))
+
+
+@contextlib.contextmanager
+def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> Generator[None]:
+    """Substitute tensors for the parameters with these ids, within a ``with`` block. Tied weights stay tied.
 
     :func:`torch.func.functional_call` does not restore the parameters of a module that occurs twice in a model
     (torch 2.13).
     """
-    return placed(
-        [
-            (Place(module._parameters, name), values[id(param)])
-            for module in model.modules()
-            for name, param in module._parameters.items()
-            if id(param) in values
-        ]
-    )
-
-
-class Slots:
-    """The parameters and buffers of modules as they are now, to be substituted in later calls."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._slots: list[tuple[Place, Tensor]] = [
-            (Place(kept, name), tensor)
-            for root in modules
-            for module in root.modules()
-            for kept in (module._parameters, module._buffers)
-            for name, tensor in kept.items()
-            if tensor is not None
-        ]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The parameters and buffers."""
-        return [tensor for _, tensor in self._slots]
-
-    def exchanged(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Substitute other tensors for those with these ids, within a ``with`` block."""
-        return placed([(place, exchange[id(t)]) for place, t in self._slots if id(t) in exchange])
-
-    def restored(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Put all the tensors back within a ``with`` block, or the given ones for those with these ids."""
-        return placed([(place, exchange.get(id(t), t)) for place, t in self._slots])
+    places = [
+        (Place(module._parameters, name), param)
+        for module in model.modules()
+        for name, param in module._parameters.items()
+    ]
+    found = [(place, values[id(param)]) for place, param in places if id(param) in values]
+    with claimed(place for place, _ in places), placed(found):
+        yield
 
 
 @contextlib.contextmanager
 def own_buffers(modules: Iterable[nn.Module]) -> Generator[None]:
-    """Let modules write to copies of their buffers."""
+    """Let modules write to copies of their buffers, within a ``with`` block."""
     before = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
     try:
         for buffers, kept in before:
@@ -65,3 +72,148 @@ def own_buffers(modules: Iterable[nn.Module]) -> Generator[None]:
         for buffers, kept in before:
             buffers.clear()
             buffers.update(kept)
+
+
+@contextlib.contextmanager
+def copied(
+    model: nn.Module, around: Callable[[], contextlib.AbstractContextManager[object]]
+) -> Generator[nn.Module]:
+    """Yield a copy of a model that keeps the parameters that the model has now, also after the ``with`` block.
+
+    A model that computes parts of its forward pass again in the backward pass, as :func:`torch.utils.checkpoint`
+    does, calls the copy there. The copy shares buffers and hooks with the model. What a forward pass assigns to
+    attributes of the copy is assigned to the model, too.
+
+    Args:
+        model: The model.
+        around: Returns a context in which each copied module runs, also in the backward pass.
+    """
+    copies = {module: object.__new__(type(module)) for module in model.modules()}
+    assigned = []
+    for module, copy in copies.items():
+        given = {name: _of_copies(value, copies) for name, value in vars(module).items()}
+        given["_parameters"] = dict(module._parameters)
+        forward = given.get("forward", types.MethodType(type(module).forward, copy))
+        given["forward"] = functools.partial(_called_within, around, forward)
+        vars(copy).update(given)
+        assigned.append((vars(module), vars(copy), given))
+    yield copies[model]
+    for original, now, given in assigned:
+        original.update({name: value for name, value in now.items() if value is not given.get(name, given)})
+
+
+def _called_within(
+    around: Callable[[], contextlib.AbstractContextManager[object]],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with around():
+        return function(*args, **kwargs)
+
+
+def _of_copies(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
+    """Return a value that refers to copies where it refers to modules."""
+    again = functools.partial(_of_copies, copies=copies)
+    if isinstance(value, nn.Module):
+        return copies.get(value, value)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, again(value.__self__))
+    if isinstance(value, functools.partial):
+        return functools.partial(again(value.func), *map(again, value.args), **again(value.keywords))
+    if type(value) in (list, tuple, dict):
+        items = list(value.values()) if type(value) is dict else value
+        parts = [again(item) for item in items]
+        if any(part is not item for part, item in zip(parts, items, strict=True)):
+            return dict(zip(value, parts, strict=True)) if type(value) is dict else type(value)(parts)
+    return value
+
+
+@contextlib.contextmanager
+def checked_reruns(call: str, *, nested: bool = False) -> Generator[None]:
+    """Raise for a module that runs again in a backward pass with other parameters, within a ``with`` block.
+
+    :func:`torch.func.functional_call` puts parameters into a module for the duration of a call. What runs again
+    later, such as the layers in :func:`torch.utils.checkpoint`, would read the parameters of the module itself.
+
+    Args:
+        call: How errors name the call.
+        nested: Whether to check only within another such block.
+
+    Raises:
+        RuntimeError: A module is about to do so.
+    """
+    if nested and not _blocks:
+        yield
+        return
+    seen: dict[nn.Module, list[list[weakref.ref[Tensor]]]] = {}
+    outside = _torch.current_graph_task()
+
+    def check(module: nn.Module, _: object) -> None:
+        if _blocks[-1] is not seen or not module._parameters:
+            return
+        params = [p for p in module._parameters.values() if p is not None]
+        if _torch.current_graph_task() == outside:
+            seen.setdefault(module, []).append(list(map(weakref.ref, params)))
+            is_wrong = not all(isinstance(p, nn.Parameter) for p in params) and on_the_stack(_CHECKPOINT)
+        else:
+            known = seen.get(module, [])
+            is_wrong = not all(ref() is p for refs in known for ref, p in zip(refs, params, strict=True))
+        if is_wrong:
+            raise RuntimeError(
+                f"{call}: {type(module).__name__} runs again in the backward pass, without the parameters that "
+                "torch.func.functional_call puts into it for the forward pass. Call metagrad.checkpoint in place of "
+                "torch.utils.checkpoint."
+            )
+
+    handle = register_module_forward_pre_hook(check)
+    _blocks.append(seen)
+    try:
+        yield
+    finally:
+        _blocks.remove(seen)
+        handle.remove()
+
+
+class ParameterReads:
+    """Notes which parameters a computation reads from the modules of a model, within a ``with`` block.
+
+    Attributes:
+        first: The module whose parameter was read first: its class and path. None if no parameter was read.
+        reentrant: A module that :func:`torch.utils.checkpoint` called with ``use_reentrant=True``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.first: str | None = None
+        self.reentrant: str | None = None
+
+    def __enter__(self) -> ParameterReads:
+        self._before = [(module, module._parameters) for module in self.model.modules()]
+        for path, module in self.model.named_modules():
+            name = f"{type(module).__name__} ({path or 'the model itself'})"
+            vars(module)["_parameters"] = _NotingDict(module._parameters, functools.partial(self._note, name))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for module, parameters in self._before:
+            vars(module)["_parameters"] = parameters
+
+    def _note(self, name: str) -> None:
+        self.first = name if self.first is None else self.first
+        if not torch.is_grad_enabled() and on_the_stack(CheckpointFunction.forward):
+            self.reentrant = name
+
+
+class _NotingDict(dict[str, Any]):
+    """The parameters of a module, with a callback when one that requires grad is read as it was at first."""
+
+    def __init__(self, parameters: Mapping[str, Any], note: Any) -> None:
+        super().__init__(parameters)
+        self.first, self.note = dict(parameters), note
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if value is not None and value is self.first[name] and value.requires_grad:
+            self.note()
+        return value

@@ -37,17 +37,11 @@ class _TreeMap(Protocol):
     """Map the leaves of one tree, or of several of one structure."""
 
     @overload
-    def __call__(
-        self, func: Callable[[Any], object], tree: Tree, *, is_leaf: IsLeaf | None = None
-    ) -> Tree: ...
+    def __call__(self, func: Callable[[Any], object], tree: Tree, /) -> Tree: ...
     @overload
-    def __call__(
-        self, func: Callable[[Any, Any], object], tree: Tree, other: Tree, /, *, is_leaf: IsLeaf | None = None
-    ) -> Tree: ...
+    def __call__(self, func: Callable[[Any, Any], object], tree: Tree, other: Tree, /) -> Tree: ...
     @overload
-    def __call__(
-        self, func: Callable[..., object], tree: Tree, *rests: Tree, is_leaf: IsLeaf | None = None
-    ) -> Tree: ...
+    def __call__(self, func: Callable[..., object], *trees: Tree, is_leaf: IsLeaf | None = None) -> Tree: ...
 
 
 tree_flatten = pytree.tree_flatten

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from metagrad.core import _torch
-from metagrad.core._torch import DispatchMode, FakeTensor, is_wrapper_subclass
+from metagrad.core._torch import FakeTensor, TorchDispatchMode, is_wrapper_subclass
 from metagrad.core.tree import tensors_in
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Ledger:
             self.window_peak = total
 
 
-class StorageMode(DispatchMode):
+class StorageMode(TorchDispatchMode):
     """Show every operation's outputs to a ledger; a wrapper subclass runs first, so those inside it too."""
 
     supports_higher_order_operators = True
@@ -178,7 +178,7 @@ class StorageMode(DispatchMode):
         super().__init__()
         self.ledger = ledger
 
-    def __torch_dispatch__(
+    def _observed(
         self,
         func: Callable[..., Any],
         types: tuple[type, ...],
@@ -193,6 +193,10 @@ class StorageMode(DispatchMode):
             outputs = _call(func, args, kwargs or {})
             self.ledger.observe(func, (args, kwargs), outputs)
         return outputs
+
+
+# After the class: torch wraps what the class defines, and loads the compiler for that.
+StorageMode.__torch_dispatch__ = StorageMode._observed
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

@@ -16,8 +16,9 @@ from metagrad.core._torch import averaging_wrapper
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import check_function, is_a, is_integer
 from metagrad.core.modules import check_substitutable, refuse_wrapped
+from metagrad.core.reach import Place, placed
 from metagrad.core.structured import Nested, restored
-from metagrad.core.substitution import Slots
+from metagrad.core.substitution import sole_use, tensor_places
 from metagrad.core.tape import is_on_the_tape, is_transformed
 from metagrad.core.tree import LossFn, Params
 from metagrad.meta.algorithm import AdaptedModel, MetaOutput
@@ -227,7 +228,8 @@ class MAML(nn.Module):
                 "pass, which sends the rows."
             )
         tasks = read_batch(batch)
-        results, skipped, _ = self._executor(steps, tasks).run(tasks)
+        with sole_use(self.model):
+            results, skipped, _ = self._executor(steps, tasks).run(tasks)
         assert isinstance(results, Evaluation)
         losses = _weighted(self._step_weights(results.losses.shape[1]), results)
         counted = losses[~skipped] if self.nonfinite == "skip" else losses
@@ -258,17 +260,18 @@ class MAML(nn.Module):
             FloatingPointError: As :meth:`forward`.
         """
         tasks = read_support(support)
-        executor = self._executor(steps, tasks)
-        results, skipped, chunk = executor.run(tasks)
+        with sole_use(self.model):
+            executor = self._executor(steps, tasks)
+            results, skipped, chunk = executor.run(tasks)
         assert isinstance(results, Adaptation)
         params, losses, used, rows = results
-        inner = executor.inner.to_query(tasks)
+        inner = executor.query_loop(tasks)
         if rows:
             predict = AdaptedTables(inner, used, rows, chunk).predict
         else:
             predict = functools.partial(inner.objective.predict, chunk=chunk)
         # A ``functional_call`` may have ended when the adapted model is called.
-        predict = functools.partial(_predicted, Slots([self.model]), predict)
+        predict = functools.partial(_predicted, tensor_places(self.model), predict)
         return AdaptedModel(params, losses, used, skipped, predict, rows)
 
     def keeping(self, memory: Memory) -> MAML:
@@ -373,10 +376,13 @@ def _counts(weight: float | Tensor) -> bool:
 
 
 def _predicted(
-    slots: Slots, predict: Callable[[Params, Nested], Nested], params: Params, x: Nested
+    shared: list[tuple[Place, Tensor]],
+    predict: Callable[[Params, Nested], Nested],
+    params: Params,
+    x: Nested,
 ) -> Nested:
     """Predict with the shared parameters and buffers as they were during adaptation."""
-    with slots.restored({}):
+    with placed(shared):
         return predict(params, x)
 
 

@@ -33,6 +33,7 @@ from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.dispatch import DispatchState
 from metagrad.core.modules import ModuleSnapshot, check_substitutable, content_of, is_as_it_was
 from metagrad.core.reach import Place, Reached, placed
+from metagrad.core.substitution import checked_reruns
 from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, plain_values
 
 Edge: TypeAlias = "tuple[Node, int]"
@@ -128,7 +129,7 @@ class Call:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the function again, on other tensors, and compare."""
         args, kwargs = self.arguments.fill([tensors[i] for i in self.handed])
-        with self._set_up(tensors):
+        with self._set_up(tensors), checked_reruns(self.name, nested=True):
             outputs, _ = dissect(self.fn(*args, **kwargs))
         is_whole = [tensor.requires_grad for tensor in tensors] == self.differentiated
         assert self.expected is not None

@@ -17,6 +17,7 @@ from metagrad.core._torch import BatchNorm, InstanceNorm
 from metagrad.core.budget import Memory, MemoryMode, checked_memory
 from metagrad.core.checks import check_function, is_integer, warn
 from metagrad.core.reach import Reached
+from metagrad.core.substitution import checked_reruns
 from metagrad.core.tree import Tree, constants, detached, tree_map
 
 
@@ -117,7 +118,7 @@ def unroll(
         pieces = [(torch.no_grad()(loop), times[:first]), (torch.enable_grad()(loop), times[first:])]
         return in_turn(pieces, step, state, args)
 
-    eager = functools.partial(run, functools.partial(run_loop, memory=mode))
+    eager = functools.partial(run, lambda step, *rest: run_loop(_checked(step), *rest, memory=mode))
     if options is None:
         last, aux = eager()
     else:
@@ -127,6 +128,16 @@ def unroll(
         last = tree_map(lambda old, new: int(new) if type(old) is int else new, state, last)
     _warn_of_statistics(statistics)
     return last, aux
+
+
+def _checked(step: Step) -> Step:
+    """Return a step that raises for modules that run again in the backward pass with other parameters."""
+
+    def checked_step(*args: Any) -> tuple[Tree, Tree]:
+        with checked_reruns("unroll(step, ...)"):
+            return step(*args)
+
+    return checked_step
 
 
 def run_loop(

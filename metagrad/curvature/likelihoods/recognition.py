@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
 
+from metagrad.core.dispatch import Dispatch
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tensors_in
 from metagrad.curvature.likelihoods.output_losses import (
@@ -84,31 +84,26 @@ class _Call(NamedTuple):
     node: Node | None  # of the result, as it was returned
 
 
-class _Watch(TorchFunctionMode):
+class _LossCalls(Dispatch):
     """Notes the calls of losses that have a closed form, by the id of their result."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[int, _Call] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in _MAKERS:
-            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+    def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, and note it if it is such a loss."""
+        result = function(*args, **kwargs)
+        if function in _MAKERS:
+            bound = inspect.signature(function).bind(*args, **kwargs)
             bound.apply_defaults()
-            self.calls[id(result)] = _Call(func, bound.arguments, result, result.grad_fn)
+            self.calls[id(result)] = _Call(function, bound.arguments, result, result.grad_fn)
         return result
 
 
 def _watched(loss: Callable[[], Tensor]) -> tuple[Tensor, _Call | None]:
     """Evaluate a loss; return the call that made it, None if none did or if its arguments are deprecated."""
-    with _Watch() as watch:
+    with _LossCalls() as watch:
         value = loss()
     call = watch.calls.get(id(value))
     if call is None or call.node is not value.grad_fn:  # another one after a write, as by loss /= 2

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core._torch import to_list
+from metagrad.core.reach import placed
 from metagrad.core.structured import Nested, restored
-from metagrad.core.substitution import Slots
+from metagrad.core.substitution import sole_use, tensor_places
 from metagrad.core.tree import LossFn, Params, widened
 from metagrad.meta.algorithm import AdaptedModel, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
@@ -107,7 +108,8 @@ class HeadAlgorithm(nn.Module):
         """
         call = f"{self._name}(batch)"
         tasks = read_batch(batch, call)
-        found, skipped, _ = self._executor(tasks, call, steps).run(tasks)
+        with sole_use(self):
+            found, skipped, _ = self._executor(tasks, call, steps).run(tasks)
         assert isinstance(found, Evaluation)
         losses, logits = found.query_losses, restored(found.predictions)
         counted = losses[~skipped] if self.nonfinite == "skip" else losses
@@ -123,13 +125,14 @@ class HeadAlgorithm(nn.Module):
         """
         call = f"{self._name}.adapt(support)"
         tasks = read_support(support, call)
-        executor = self._executor(tasks, call, steps)
-        results, skipped, chunk = executor.run(tasks)
+        with sole_use(self):
+            executor = self._executor(tasks, call, steps)
+            results, skipped, chunk = executor.run(tasks)
         assert isinstance(results, Adaptation)
-        objective, slots = executor.inner.to_query(tasks).objective, Slots([self])
+        objective, shared = executor.query_loop(tasks).objective, tensor_places(self)
 
         def predict(fitted: Params, x: Nested) -> Nested:
-            with slots.restored({}):  # also after a ``functional_call`` has ended
+            with placed(shared):  # also after a ``functional_call`` has ended
                 return objective.predict(fitted, x, chunk)
 
         return AdaptedModel(results.params, results.losses, results.used, skipped, predict)
@@ -187,7 +190,7 @@ class _HeadObjective(TaskLoss):
         if is_stacked:
             embedded = forward_stacked(self.model, {}, x, self.norms)
         else:
-            embedded = with_task_axis(call_with(self.model, {}, x, self.norms))
+            embedded = with_task_axis(call_with(self.model, {}, x, self.norms, by_copy=self.by_copy))
         if not isinstance(embedded, Tensor) or not embedded.is_floating_point() or embedded.ndim < 3:
             raise TypeError(
                 f"{self.name}(model, ...): the model must return a floating tensor [examples, ...], its embedding, "
@@ -246,7 +249,7 @@ class _HeadExecutor(TaskExecutor):
     def probe(self, task: Tasks) -> Tensor:
         """Return the embedding of one task."""
         objective = self.inner.objective
-        return call_with(objective.model, {}, task.support_x, objective.norms)
+        return call_with(objective.model, {}, task.support_x, objective.norms, by_copy=objective.by_copy)
 
     @property
     def _modules(self) -> list[nn.Module]:

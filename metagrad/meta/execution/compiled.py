@@ -27,6 +27,8 @@ def refusal(inner: InnerLoop, tasks: Tasks) -> str | None:
     """Return why the steps of a loop are not compiled, where that is known beforehand; else None."""
     if memory_tracking.current() is not None:
         return "a MemoryTracker is open"
+    if inner.objective.by_copy:
+        return "a module of the model runs again in the backward pass"
     if inner.objective.norms is not None:
         return "norm= exchanges the normalisations of the model while it runs"
     if tables := (*tasks.rows, *inner.objective.tables):

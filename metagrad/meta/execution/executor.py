@@ -19,6 +19,7 @@ from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleSnapshot, buffer_versions
 from metagrad.core.norms import unfused_attention
 from metagrad.core.reach import Reached
+from metagrad.core.substitution import ParameterReads
 from metagrad.core.tree import Params
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
 from metagrad.meta.execution.nonfinite import GradientCheck, Learned, Nonfinite, finite_tasks, merged
@@ -32,9 +33,15 @@ from metagrad.meta.execution.stacking import (
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase
 from metagrad.meta.objective.tasks import Tasks, concatenated
+from metagrad.meta.objective.vmap import is_plain
 from metagrad.optim.rules import Rule
 
+_PLAIN = ("torch.nn.modules.", "metagrad.models.")  # whose modules run in the forward pass alone
 _SAME = 1e-3  # how far two computations of a loss may be apart
+
+
+class _ProbeError(Exception):
+    """A task could not be computed when the model was examined."""
 
 
 class Outcome(NamedTuple):
@@ -89,7 +96,9 @@ class TaskExecutor:
             skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
         marks = skipped if self.nonfinite == "skip" else None
         structure, model = self._structure(), self.inner.objective.model
-        buffers = None if marks is None else _Buffers(model)
+        if not self.inner.objective.by_copy and self._runs_again(tasks, structure):
+            return self._by_copy().run(tasks, numbers, skipped)
+        before = None if marks is None else ModuleSnapshot(model.modules(), {}, math.inf)
         with outer_phase(), self._attention():
             chunk = self.stacking.chunk_size(tasks.count, structure, functools.partial(self._examined, tasks))
             if chunk > 1 and (whole := self._one_graph(tasks, chunk)) is not None:
@@ -114,8 +123,8 @@ class TaskExecutor:
             results = check.outputs(results)
             finite = finite_tasks(results, self.nonfinite, self.name)
             if finite is not None:
-                assert buffers is not None
-                buffers.restore()
+                assert before is not None
+                before.put_back(values=True)
                 return self._without(tasks, results, finite, numbers, skipped)
         if self.inner.objective.norms is not None:
             self.inner.objective.norms.norms.finish()
@@ -185,10 +194,10 @@ class TaskExecutor:
 
     def _again(self, params: Params, rule: Rule, tasks: Tasks) -> Evaluation | Adaptation:
         """Compute a task eagerly, with all graphs, and leave buffers as they were."""
-        buffers = _Buffers(self.inner.objective.model)
+        before = ModuleSnapshot(self.inner.objective.model.modules(), {}, math.inf)
         inner = dataclasses.replace(self.inner, memory="full", compiled=None)
         results = dataclasses.replace(self, inner=inner).compute(params, rule, tasks, chunk=1)
-        buffers.restore()
+        before.put_back(values=True)
         return results
 
     def _examined(self, tasks: Tasks) -> str | None:
@@ -196,17 +205,15 @@ class TaskExecutor:
         objective = self.inner.objective
         if self.stacking.task_chunk is None and prefers_loop(objective.model, tasks.device.type, self.params):
             return ""
+        if objective.by_copy:
+            return f"{self.stacking.rerun_module(self._structure())} runs again in the backward pass"
         reason = loop_reason(objective.model, objective.norms is not None)
         return self._changes(tasks) if reason is None and not _torch.functorch_is_active() else reason
 
     def _changes(self, tasks: Tasks) -> str | None:
         """Return what changes from call to call, of modules or random generators, and put it back."""
-        (task,) = self._with_rows(tasks.select(slice(0, 1)), 1).split(1)
-        paths = {module: path for root in self._modules for path, module in named_modules(root)}
-        state, generators = (
-            ModuleSnapshot(paths, {}, math.inf),
-            RandomState(Reached(self._modules).generators),  # type: ignore[reportArgumentType]
-        )
+        task, paths = self._first(tasks), self._paths()
+        state, generators = self._state()
         with torch.no_grad():
             try:
                 first = self.probe(task)
@@ -227,6 +234,88 @@ class TaskExecutor:
             finally:
                 state.put_back(values=True)
                 generators.restore()
+
+    def _first(self, tasks: Tasks) -> Tasks:
+        return next(iter(self._with_rows(tasks.select(slice(0, 1)), 1).split(1)))
+
+    def _paths(self) -> dict[nn.Module, str]:
+        return {module: path for root in self._modules for path, module in named_modules(root)}
+
+    def _state(self) -> tuple[ModuleSnapshot, RandomState]:
+        """Return the state of modules and random generators, to be put back."""
+        generators = Reached(self._modules).generators  # type: ignore[reportArgumentType]
+        return ModuleSnapshot(self._paths(), {}, math.inf), RandomState(generators)
+
+    def _runs_again(self, tasks: Tasks, structure: Hashable) -> bool:
+        """Return whether a module of the model runs again in the backward pass, as checkpointed layers do.
+
+        Raises:
+            ValueError: The gradient of such a module would be wrong.
+        """
+        if _torch.functorch_is_active() or torch.is_inference_mode_enabled():
+            return False
+        try:
+            return self.stacking.rerun_module(structure, lambda: self._rerun_module(tasks)) is not None
+        except _ProbeError:
+            return False  # the tasks raise it again
+
+    def _rerun_module(self, tasks: Tasks) -> str | None:
+        """Return the module that runs again in the backward pass. None if there is none."""
+        model = self.inner.objective.model
+        if all(is_plain(m) and type(m).__module__.startswith(_PLAIN) for m in model.modules()):
+            return None
+        reads = self._reads(tasks)
+        if reads.reentrant is not None:
+            raise ValueError(
+                f"{self.name}(batch): torch.utils.checkpoint(..., use_reentrant=True) around {reads.reentrant} gives "
+                "its parameters no gradient here. Pass use_reentrant=False, or call metagrad.checkpoint there."
+            )
+        if reads.first is None:
+            return None
+        advice = "Call metagrad.checkpoint in place of torch.utils.checkpoint."
+        if self.inner.objective.norms is not None:
+            raise ValueError(
+                f"{self.name}(..., norm): {reads.first} runs again in the backward pass, where normalization layers "
+                f"do not follow norm. {advice}"
+            )
+        if (original := self._by_copy()._reads(tasks).first) is not None:
+            raise ValueError(
+                f"{self.name}(batch): {original} runs again in the backward pass, where it has not the parameters "
+                f"of the task: a hook, a Function or a closure holds the module itself. {advice}"
+            )
+        return reads.first
+
+    def _reads(self, tasks: Tasks) -> ParameterReads:
+        """Return what a gradient of one task reads of the model's parameters, and leave all as it was."""
+        model, task, (state, generators) = self.inner.objective.model, self._first(tasks), self._state()
+        forward, backward = ParameterReads(model), ParameterReads(model)
+        try:
+            with torch.enable_grad():
+                with forward:
+                    outputs = [output for output in (self.probe(task),) if output.requires_grad]
+                inputs = [p for p in (*self.params.values(), *model.parameters()) if p.requires_grad]
+                with backward:
+                    torch.autograd.grad(
+                        outputs, inputs, list(map(torch.ones_like, outputs)), allow_unused=True
+                    )
+        except Exception as error:
+            if forward.reentrant is None:
+                raise _ProbeError from error
+        finally:
+            state.put_back(values=True)
+            generators.restore()
+        backward.reentrant = forward.reentrant
+        return backward
+
+    def _by_copy(self) -> TaskExecutor:
+        """Return an executor that calls copies of the model, which keep their parameters for the backward pass."""
+        objective = dataclasses.replace(self.inner.objective, by_copy=True)
+        return dataclasses.replace(self, inner=dataclasses.replace(self.inner, objective=objective))
+
+    def query_loop(self, tasks: Tasks) -> InnerLoop:
+        """Return the inner loop as it is for query examples, after the tasks have run."""
+        is_known = self.stacking.rerun_module(self._structure()) is not None
+        return (self._by_copy() if is_known else self).inner.to_query(tasks)
 
     def probe(self, task: Tasks) -> Tensor:
         """Return the loss of one task, without a task axis."""
@@ -251,16 +340,3 @@ class TaskExecutor:
         per_step = None if objective.norms is None else objective.norms.norms.per_step
         parts = (objective.model, objective.loss_fn, per_step)
         return [part for part in parts if isinstance(part, nn.Module)]
-
-
-class _Buffers:
-    """The buffers of a model as they are, to be restored: running statistics, say."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Write the values back."""
-        for buffer, value in self._values:
-            buffer.copy_(value)

@@ -20,7 +20,8 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.core import _torch
 from metagrad.core._torch import Function
 from metagrad.core.capture import AutocastState
-from metagrad.core.substitution import Slots
+from metagrad.core.reach import placed
+from metagrad.core.substitution import tensor_places
 from metagrad.core.tree import Params, plus, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from metagrad.meta.inner.loop import Adaptation, Evaluation
 from metagrad.meta.objective.tasks import Tasks
@@ -96,9 +97,9 @@ class Learned:
     def __init__(self, params: Params, rule: Rule, modules: Sequence[nn.Module]) -> None:
         self.params, self.rule = params, rule
         # Kept: a ``functional_call`` may have ended when the meta-batch is differentiated.
-        self.slots = Slots(modules)
+        self.places = tensor_places(*modules)
         hyper = [tensor for _, tensor in hyperparameters_in(rule)]
-        tensors = [*params.values(), *hyper, *self.slots.tensors]
+        tensors = [*params.values(), *hyper, *(tensor for _, tensor in self.places)]
         self.leaves = list({id(t): t for t in tensors if t.requires_grad}.values())
         self.is_rule_learned = any(tensor.requires_grad for tensor in hyper)
 
@@ -112,7 +113,8 @@ class Learned:
         params = {name: exchange.get(id(p), p) for name, p in self.params.items()}
         own = {id(p) for p in self.params.values()}
         beside = {key: other for key, other in exchange.items() if key not in own}
-        with self.slots.restored(beside) if later else self.slots.exchanged(beside):
+        places = self.places if later else [(place, t) for place, t in self.places if id(t) in beside]
+        with placed((place, beside.get(id(tensor), tensor)) for place, tensor in places):
             yield params, rule
 
 

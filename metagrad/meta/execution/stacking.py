@@ -40,11 +40,12 @@ class Stacking:
         self.name = name
         self._stackable: dict[Hashable, bool] = {}
         self._ran: set[Hashable] = set()
+        self._reruns: dict[Hashable, str | None] = {}
         self._reasons: set[str] = set()
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what is known by the identity of modules."""
-        return {**self.__dict__, "_stackable": {}, "_ran": set()}
+        return {**self.__dict__, "_stackable": {}, "_ran": set(), "_reruns": {}}
 
     def chunk_size(self, count: int, structure: Hashable, examine: Callable[[], str | None]) -> int:
         """Return how many tasks to compute together; 1 means one by one, without vmap.
@@ -63,6 +64,19 @@ class Stacking:
             self._stackable[structure] = reason is None
             self._warn(reason)
         return min(self.task_chunk or count, count) if self._stackable[structure] else 1
+
+    def rerun_module(self, structure: Hashable, find: Callable[[], str | None] | None = None) -> str | None:
+        """Return the module that runs again in the backward pass. None if there is none, or none is known.
+
+        Args:
+            structure: What changes when the model must be examined again.
+            find: Looks for such a module, once for each structure.
+        """
+        if find is not None and structure not in self._reruns:
+            if len(self._reruns) == _MOST_STRUCTURES:
+                self._reruns.clear()
+            self._reruns[structure] = find()
+        return self._reruns.get(structure)
 
     def is_tried(self, structure: Hashable) -> bool:
         """Return whether stacked tasks have run."""

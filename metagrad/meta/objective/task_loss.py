@@ -60,6 +60,7 @@ class TaskLoss:
         norms: Whose statistics normalise; None leaves that to the model.
         name: Of the algorithm, in errors.
         tables: The names of tables whose gradients are rows, where tasks share them.
+        by_copy: True if a copy of the model is called, because the model runs again in a backward pass.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class TaskLoss:
     norms: NormPass | None = None
     name: str = "MAML"
     tables: tuple[str, ...] = ()
+    by_copy: bool = False
 
     def __post_init__(self) -> None:
         if self.labels is not None and self.labels.leave_out_examples:
@@ -112,7 +114,7 @@ class TaskLoss:
 
     def call(self, params: Params, x: Nested) -> Any:
         """Return what the model makes of the inputs of one task."""
-        return call_with(self.model, self._values(params), x, self.norms)
+        return call_with(self.model, self._values(params), x, self.norms, by_copy=self.by_copy)
 
     def call_stacked(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""

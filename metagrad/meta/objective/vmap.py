@@ -27,7 +27,7 @@ from metagrad.core._torch import has_hooks
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import unfused_attention
 from metagrad.core.structured import Nested, Structured, call_on, restored, structured
-from metagrad.core.substitution import replaced
+from metagrad.core.substitution import copied, replaced
 from metagrad.core.tree import Params, widened
 from metagrad.meta.objective.norms import Moments, NormCalls, NormPass
 from metagrad.sparse.tables.table_proxy import LocalRows, SharedTable
@@ -65,9 +65,17 @@ def substituted(model: nn.Module, values: Values) -> contextlib.AbstractContextM
     return replaced(model, {k: v.proxy() if isinstance(v, TABLES) else v for k, v in values.items()})
 
 
-def call_with(model: nn.Module, values: Values, x: Nested, norms: NormPass | None = None) -> Any:
-    """Call a model with other values for some of its parameters, by their ids, under a policy of norms."""
-    with substituted(model, values):
+def call_with(
+    model: nn.Module, values: Values, x: Nested, norms: NormPass | None = None, *, by_copy: bool = False
+) -> Any:
+    """Call a model with other values for some of its parameters, by their ids, under a policy of norms.
+
+    With ``by_copy`` a copy of the model is called, which keeps the values for calls in a backward pass.
+    """
+    with (
+        substituted(model, values),
+        copied(model, unfused_attention) if by_copy else contextlib.nullcontext(model) as model,
+    ):
         if norms is None:
             return call_on(model, x)
         with norms.without_counters():

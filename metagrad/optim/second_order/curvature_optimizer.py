@@ -9,13 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import averaging_wrapper
 from metagrad.core.checks import check_count
+from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
@@ -45,7 +45,7 @@ class NotedLoss(NamedTuple):
         return [] if known is None or not value.requires_grad else [cls(known, get_gradient_edge(value))]
 
 
-class LossRecorder(TorchFunctionMode):
+class LossRecorder(Dispatch):
     """Redirects ``Tensor.backward``, and records the losses of known form that are computed.
 
     Args:
@@ -59,19 +59,19 @@ class LossRecorder(TorchFunctionMode):
         self._note_losses = note_losses
         self.losses: list[NotedLoss] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, the one that is given in place of ``Tensor.backward``."""
         if averaging_wrapper() is not None:
             raise ValueError(
                 "opt.step(closure): the loss is computed by a DistributedDataParallel, which averages what a "
                 "backward pass writes by itself, and no gradient or curvature that is taken here. Call the module in "
                 "it, model.module."
             )
-        if func is Tensor.backward:
+        if function is Tensor.backward:
             return self._backward(*args, **kwargs)
-        if self._note_losses and func in KNOWN_LOSSES:
-            return self._noted(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        if self._note_losses and function in KNOWN_LOSSES:
+            return self._noted(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
     def _noted(self, func: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if input.is_leaf:

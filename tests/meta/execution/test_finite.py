@@ -184,12 +184,12 @@ def test_cotangents_that_are_not_finite_are_not_the_tasks_doing(regression):
 
 
 def test_what_is_not_reproduced_is_said():
-    """A hook stands for what happens by chance: it spoils one backward pass alone."""
+    """A hook stands for what happens by chance: it spoils one backward pass, the first after the examination."""
     spoilt = []
 
     def spoil(gradient):
         spoilt.append(gradient)
-        return gradient * float("nan") if len(spoilt) == 1 else gradient
+        return gradient * float("nan") if len(spoilt) == 2 else gradient
 
     def loss_fn(prediction, target):
         prediction.register_hook(spoil)
