@@ -30,6 +30,7 @@ def test_every_method_has_a_page_with_a_figure_and_a_row(family):
     for method in family.methods():
         text = method_page(family, method, panels)
         assert f"::: metagrad.{family.package}.{method.name}\n" in text
+        assert re.search(r"^\| problem \| quantity \| .*\n\| --- \|.*\n\| \w", text, re.MULTILINE)
         assert re.search(rf"!\[.*\]\(../figures/{family.folder}-{method.option}-\d.png\)", text)
         assert re.search(rf"^\| \[{method.name}\]\({method.option}.md\) \|.*\d", index, re.MULTILINE)
         assert not re.search(r"\bnan\b", text.partition("## What we measured")[2])

@@ -40,7 +40,7 @@ def method_page(family: Family, method: Method, panels: list[Panel]) -> str:
         f"::: metagrad.{family.package}.{method.name}\n    options:\n      heading_level: 1",
         "## What we measured",
         f'<div class="panels" markdown="1">\n{pictures}\n</div>',
-        "\n".join(_table(family, method, own)),
+        _table(family, method, own),
         " ".join(
             filter(None, [PROSE[family.title]["notes"].get(method.name), PROSE[family.title]["protocol"]])
         ),
@@ -85,7 +85,7 @@ def index_page(family: Family, panels: list[Panel]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(family: Family, method: Method, own: list[tuple[int, Panel]]) -> list[str]:
+def _table(family: Family, method: Method, own: list[tuple[int, Panel]]) -> str:
     """Return a table of the final values in each panel, next to the reference, with the settings."""
     shown = {method.option: method.name, family.reference: family.called}
     rows = [
