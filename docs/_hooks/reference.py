@@ -70,8 +70,8 @@ def _linked(package: str, name: str, is_in_package: bool) -> str:
 def _first_sentence(value: object) -> str:
     if not callable(value):
         return f"`{value!r}`"
-    first = (inspect.getdoc(value) or "").partition("\n\n")[0]
-    return re.sub(r":\w+:`~?([^`]*)`", r"`\1`", " ".join(first.split()).replace("|", "\\|"))
+    first = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+    return re.sub(r":\w+:`~?([^`]*)`", r"`\1`", first).replace("|", "\\|") if "|" in first else first
 
 
 class Runtime(griffe.Extension):
