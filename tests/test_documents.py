@@ -20,14 +20,13 @@ from docs._hooks.programs import RUN, run
 from docs._hooks.programs import programs as programs_and_commands
 from experiments.benchmarks import curvature as bench_curvature
 from experiments.benchmarks import sparse as bench_sparse
-from experiments.benchmarks import tasks as bench_tasks
 from experiments.benchmarks.maml import workloads
 from experiments.run.config import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("*.md", ".github/*.md", "docs/**/*.md", "experiments/**/*.md", "metagrad/**/*.md")
 DOCUMENTS = sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern))
-LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
+LONGEST = {"README.md": 150, "metagrad/**/README.md": 50, "docs/decisions/*.md": 10}  # lines
 NAMES = re.compile(
     r"(?<![\w./])(?:mg|metagrad|rules|curvature|hypergrad|sparse)(?:\.(?!(?:md|py|plots)\b)[A-Za-z_]\w*)+"
 )
@@ -38,7 +37,6 @@ WORKLOADS = {
     "maml": workloads.WORKLOADS,
     "curvature": bench_curvature.WORKLOADS,
     "sparse": bench_sparse.OPERATIONS,
-    "tasks": bench_tasks.SOURCES,
 }
 
 
