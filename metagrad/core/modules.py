@@ -30,13 +30,19 @@ def check_substitutable(call: str, modules: Iterable[nn.Module]) -> None:
 
     Raises:
         TypeError: There is one that TorchScript has compiled.
-        ValueError: A parameter is sharded.
+        ValueError: A parameter is sharded, or a lazy module is not initialized.
     """
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"{call}: TorchScript keeps the parameters of its modules to itself, and others cannot be "
                 "substituted for them. Pass the model as it was before torch.jit.script or torch.jit.trace."
+            )
+        tensors: list[Any] = [*module._parameters.values(), *module._buffers.values()]
+        if any(map(nn.parameter.is_lazy, tensors)):
+            raise ValueError(
+                f"{call}: {type(module).__name__} is not initialized, since the shapes of its parameters depend on "
+                "the first input. Call the model once on a batch before."
             )
         if any(map(is_sharded, module._parameters.values())):
             kind = type(module).__name__

@@ -45,7 +45,7 @@ class Algorithm(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class MetaOutput:
     """The outcome of a meta-batch; everything is differentiable with respect to the meta-parameters.
 
@@ -69,6 +69,16 @@ class MetaOutput:
     steps: Tensor
     skipped: Tensor
     norm: Norm | None = None
+
+    def __repr__(self) -> str:
+        """Show the loss and the shapes of the other tensors."""
+        parts = [f"loss={self.loss.item():.4g}"]
+        for name, value in vars(self).items():
+            if name not in ("loss", "norm"):
+                parts.append(
+                    f"{name}={list(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
+                )
+        return f"MetaOutput({', '.join(parts)})"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,8 +29,15 @@ from metagrad.meta.execution.tables import AdaptedTables, check_tables
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.objective.norms import OF_STEPS, Norm, NormPass, Norms, PerStepNorms, check_norm
 from metagrad.meta.objective.task_loss import TaskLoss, label_bounds
-from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
-from metagrad.meta.options import Options
+from metagrad.meta.objective.tasks import (
+    BatchLike,
+    ExamplesLike,
+    Tasks,
+    check_task_axis,
+    read_batch,
+    read_support,
+)
+from metagrad.meta.options import read_options
 from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.hyperparameters import hyperparameters_in, with_hyperparameters
 from metagrad.optim.rules import Rule
@@ -136,14 +143,7 @@ class MAML(nn.Module):
         super().__init__()
         check_arguments(model, steps, order, None)
         check_rule("MAML(...)", inner, "inner")
-        names = [field.name for field in fields(Options)]
-        for name in options:
-            if name not in names:
-                raise TypeError(
-                    f"{type(self).__name__}(...): unexpected keyword argument {name!r}. The options are "
-                    f"{', '.join(names)}."
-                )
-        for name, value in vars(Options(**options)).items():
+        for name, value in vars(read_options(type(self).__name__, options)).items():
             setattr(self, name, value)
         self.model = model
         self.loss_fn = loss_fn
@@ -183,7 +183,7 @@ class MAML(nn.Module):
 
     @norm.setter
     def norm(self, norm: Norm | None) -> None:
-        check_norm(self.model, norm, self.steps)
+        check_norm(self.model, norm, self.steps, type(self).__name__)
         if norm not in OF_STEPS:
             self.per_step_norms: PerStepNorms | None = None
         elif getattr(self, "per_step_norms", None) is None:
@@ -294,6 +294,7 @@ class MAML(nn.Module):
         if not self._is_checked:
             self._check()
             self.__dict__["_is_checked"] = True
+        check_task_axis(self.model, tasks)
         params = self._adapted_parameters()
         refuse_transforms(list(params.values()))
         if self.sparse:

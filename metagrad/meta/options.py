@@ -1,32 +1,42 @@
-"""The further keyword arguments of MAML."""
+"""The further keyword arguments of MAML, and errors for unknown ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
 
 from metagrad.meta.execution.nonfinite import Nonfinite
+
+_OTHER_NAMES = {
+    "first_order": "order=1",
+    "second_order": "order=2",
+    **dict.fromkeys(("lr", "inner_lr", "fast_lr"), "inner=metagrad.optim.rules.sgd(lr=...)"),
+    **dict.fromkeys(("inner_steps", "num_steps", "adaptation_steps"), "steps=..."),
+}
+"""The arguments that other libraries call by other names."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How :class:`MAML` runs tasks and ends their steps: its further keyword arguments.
+    """How :class:`MAML` runs tasks and stops their steps: its further keyword arguments.
 
     Args:
-        sparse: The names of embedding tables ``[V, D]`` of which each task adapts the rows that its examples look
-            up: the same result at a cost that does not depend on V, and the gradient of the table is a
-            :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
-            ones do. The model runs once more on each batch, to find the rows. A table that does not adapt is shared
-            by all tasks, and its gradient is such rows too.
-        task_chunk: How many tasks run together; None means all, 1 is a loop.
-        nonfinite: How a loss or a meta-gradient that is NaN or infinite is handled: ``"raise"`` an error that
-            names the task, or ``"skip"``, which leaves such tasks out of the loss and its gradient, computing the
-            others once more, and marks them in ``out.skipped``. A gradient that overflows only because the loss was
-            scaled passes: that is for the ``GradScaler`` to see.
-        truncate: Differentiate through only the last so many inner steps, and take those before as first-order
-            MAML takes all of them; None differentiates through all.
-        tolerance: A task takes no further step once the norm of its inner gradient (over all parameters) is at most
-            this; ``out.steps`` counts the steps that each task took.
+        sparse: Names of embedding tables ``[V, D]``. Each task adapts only the rows that its examples use. The
+            result is the same, and the cost does not depend on V. The gradient of the table is a
+            :class:`metagrad.sparse.RowSparse`, also for a table that is shared by all tasks. ``inner`` must update
+            rows independently, as all elementwise functional optimizers do. The model runs once more on each batch
+            to find the rows.
+        task_chunk: How many tasks run in one vectorized pass. ``None`` means all tasks, ``1`` means a Python loop.
+        nonfinite: What happens if the loss or the meta-gradient of a task is NaN or Inf. ``"raise"`` raises an error
+            that names the task. ``"skip"`` excludes the task from the loss and the gradient, and marks it in
+            ``out.skipped``. A gradient that overflows only because the loss was scaled is left to the
+            ``GradScaler``.
+        truncate: Differentiate only through the last ``truncate`` inner steps. Earlier steps are treated as in
+            first-order MAML. ``None`` differentiates through all steps.
+        tolerance: A task stops when the norm of its inner gradient, over all parameters, is at most this number.
+            ``out.steps`` counts the steps of each task.
     """
 
     sparse: Sequence[str] = ()
@@ -34,3 +44,30 @@ class Options:
     nonfinite: Nonfinite = "raise"
     truncate: int | None = None
     tolerance: float | None = None
+
+
+def read_options(name: str, given: Mapping[str, Any]) -> Options:
+    """Return the options among keyword arguments. Raise ``TypeError`` if one is unknown."""
+    refuse_unknown(name, given, [field.name for field in fields(Options)], _OTHER_NAMES)
+    return Options(**given)
+
+
+def refuse_unknown(
+    name: str,
+    given: Mapping[str, Any],
+    known: Sequence[str],
+    others: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise ``TypeError`` if a keyword argument is unknown. Other names suggest a known one."""
+    for key in given:
+        if key not in known:
+            hint = f"Did you mean {others[key]}? " if key in others else ""
+            raise TypeError(
+                f"{name}(...): unexpected keyword argument {key!r}. {hint}The options are {', '.join(known)}."
+            )
+
+
+def refuse_fixed(name: str, given: Mapping[str, Any], **reasons: str) -> None:
+    """Raise ``TypeError`` if a keyword argument is one that an algorithm sets itself, for a reason."""
+    for key in reasons.keys() & given.keys():
+        raise TypeError(f"{name}(..., {key}): {reasons[key]}")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 
 import pytest
@@ -217,12 +216,6 @@ def test_without_grad_mode_it_adapts_and_keeps_no_graph(regression, task_chunk, 
     torch.testing.assert_close(fast.support_losses, expected.support_losses)
 
 
-def test_inference_mode_is_refused_with_the_way_out(regression):
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=1)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"Use torch\.no_grad\(\)"):
-        maml(regression)
-
-
 def test_frozen_parameters_are_shared_and_not_adapted(textbook, regression):
     model = mlp()
     model[0].weight.requires_grad_(False)
@@ -369,27 +362,6 @@ def test_a_module_that_occurs_twice_in_a_model(textbook, regression, task_chunk)
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
 
 
-def test_a_loss_without_any_parameter_is_refused(regression):
-    class Detached(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).detach() + torch.zeros((), requires_grad=True)
-
-    maml = mg.MAML(Detached(2, 3).double(), F.mse_loss, inner=sgd(lr=0.1), steps=1, task_chunk=1)
-    with pytest.raises(ValueError, match="depends on none of the parameters"):
-        maml(regression)
-    maml.loss_fn = lambda prediction, y: (prediction.detach() - y).square().mean()  # without any graph
-    with pytest.raises(ValueError, match="depends on none of the parameters"):
-        maml(regression)
-    maml.loss_fn = lambda prediction, y: prediction.mean() * 1j
-    with pytest.raises(TypeError, match=r"real floating point number, got torch.complex128"):
-        maml(regression)
-    maml = mg.MAML(nn.Linear(2, 3).double(), lambda prediction, y: None, inner=sgd(lr=0.1), steps=1)
-    with pytest.raises(
-        TypeError, match=r"^MAML\(model, loss_fn\): loss_fn must return a tensor, got NoneType"
-    ):
-        maml(regression)
-
-
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_nan_names_task_and_step(regression, task_chunk):
     regression.support.y[2, 0, 0] = float("nan")
@@ -406,81 +378,8 @@ def classification(highest=2, lowest=0):
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])
-@pytest.mark.parametrize(
-    "loss_fn",
-    [F.cross_entropy, nn.CrossEntropyLoss(), functools.partial(F.cross_entropy, label_smoothing=0.1)],
-    ids=["function", "module", "partial"],
-)
-def test_labels_out_of_range_are_named(task_chunk, loss_fn):
-    maml = mg.MAML(mlp(), loss_fn, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
-    assert maml(classification()).loss.isfinite()
-    for batch, bounds in ((classification(3), "0 to 3"), (classification(lowest=-1), "-1 to 2")):
-        with pytest.raises(ValueError, match=rf"labels must lie in 0..2.*from {bounds}"):
-            maml(batch)
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
 def test_ignored_labels_pass(task_chunk, textbook):
     model, batch = mlp(), classification(-100)
     maml = mg.MAML(model, F.cross_entropy, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
     expected = textbook(model, F.cross_entropy, batch, lr=0.1, steps=1)
     torch.testing.assert_close(maml(batch).query_losses, expected)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "error", "message"),
-    [
-        ({"steps": -1}, ValueError, "steps must be 0 or more, got -1"),
-        ({"steps": 1.0}, TypeError, "steps must be an int, got float"),
-        ({"inner": torch.optim.SGD([torch.ones(1)])}, TypeError, "inner must be a rule, such as .*, got SGD"),
-        ({"order": 3}, ValueError, r"expected 1 \(first-order MAML\) or 2, got 3"),
-        ({"memory": "half"}, ValueError, "memory must be .*\"step\".*got 'half'"),
-        ({"task_chunk": 0}, ValueError, "task_chunk.*got 0"),
-    ],
-)
-def test_bad_arguments_are_named(keywords, error, message):
-    with pytest.raises(error, match=message):
-        mg.MAML(mlp(), F.mse_loss, **{"inner": sgd(lr=0.1), "steps": 1, **keywords})
-
-
-def test_a_model_without_anything_to_adapt_is_refused():
-    with pytest.raises(ValueError, match="no parameter of the model requires grad"):
-        mg.MAML(nn.ReLU(), F.mse_loss, inner=sgd(lr=0.1), steps=1)
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
-        mg.MAML(lambda x: x, F.mse_loss, inner=sgd(lr=0.1), steps=1)
-
-
-def test_bad_batches_are_named(regression):
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=1)
-    (sx, sy), (qx, qy) = regression
-    cases = {
-        r"support.x is empty, its shape is \(0, 6, 2\)": ((sx[:0], sy[:0]), (qx[:0], qy[:0])),
-        r"query.x is empty, its shape is \(4, 0, 2\)": ((sx, sy), (qx[:, :0], qy[:, :0])),
-        "same number of tasks in front": ((sx[:2], sy[:2]), (qx, qy)),
-        "support.x and support.y must have the same number of examples": ((sx, sy[:, :3]), (qx, qy)),
-        r"must be \[tasks, examples, ...\], got shape \(6,\)": ((sx[0, :, 0], sy), (qx, qy)),
-    }
-    for message, (support, query) in cases.items():
-        with pytest.raises(ValueError, match=message):
-            maml(Batch(Examples(*support), Examples(*query)))
-    with pytest.raises(ValueError, match=r"adapted to 4 tasks"):
-        maml.adapt(regression.support)(qx[:2])
-    with pytest.raises(ValueError, match="steps must be 0 or more, got -2"):
-        maml(regression, steps=-2)
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_a_loss_that_is_not_a_scalar_is_named(regression, task_chunk):
-    loss_fn = functools.partial(F.mse_loss, reduction="none")
-    maml = mg.MAML(mlp(), loss_fn, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
-    with pytest.raises(ValueError, match=r"scalar for each task, got shape \(6, 3\)"):
-        maml(regression)
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-@pytest.mark.parametrize("loss_fn", [functools.partial(F.mse_loss), nn.MSELoss()], ids=["function", "module"])
-def test_targets_that_would_be_broadcast_are_refused(regression, loss_fn, task_chunk):
-    (sx, sy), query = regression
-    maml = mg.MAML(mlp(), loss_fn, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
-    with pytest.raises(ValueError, match=r"returns \(6, 3\).*targets are \(6, 1\).*broadcast"):
-        maml(Batch(Examples(sx, sy[..., :1]), query))

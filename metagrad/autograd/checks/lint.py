@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from metagrad.autograd.checks.lint_rules import RULES, Kind, LintRule
@@ -119,6 +120,12 @@ def with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
         function: Any = getattr(node, "_forward_cls", None)  # of custom functions
         if (inside := getattr(function, "nodes_inside", None)) is not None:
             yield from with_recomputed(inside(node))
+
+
+def custom_functions(nodes: Iterable[Node]) -> list[str]:
+    """Return the names of the classes of ``autograd.Function`` in a graph that are neither metagrad's nor torch's."""
+    functions: set[Any] = {type(n)._forward_cls for n in nodes if isinstance(n, BackwardCFunction)}  # type: ignore[attr-defined]
+    return sorted(f.__name__ for f in functions if f.__module__.split(".")[0] not in ("metagrad", "torch"))
 
 
 def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:

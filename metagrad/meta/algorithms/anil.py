@@ -1,4 +1,4 @@
-"""ANIL and BOIL: only the head of a model adapts, or all but the head."""
+"""ANIL adapts only the head of a model. BOIL adapts everything except the head."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from torch import nn
 from metagrad.core._torch import named_modules
 from metagrad.core.tree import LossFn
 from metagrad.meta.maml import MAML
+from metagrad.meta.options import refuse_fixed
 from metagrad.optim.rules import Rule
 
 
 class ANIL(MAML):
-    r"""ANIL, almost no inner loop: only the head adapts, the body is shared by all tasks.
+    r"""Almost no inner loop (ANIL): only the head is adapted, and all tasks share the body.
 
     .. math:: \phi_{t+1} = \phi_t - \alpha \nabla_\phi L_i^{\mathrm{support}}(\theta, \phi_t)
 
-    with :math:`\phi` the parameters of the head and :math:`\theta` those of the body. Both are learned by the loss of
-    the query examples. The paper takes the steps and the step size of MAML.
+    Here :math:`\phi` are the parameters of the head, and :math:`\theta` are the parameters of the body. The query
+    loss trains both. The paper uses the number of steps and the learning rate of MAML.
 
     Args:
-        model: As of :class:`MAML`.
-        loss_fn: As of :class:`MAML`.
-        head: The name of the module that adapts, or the module.
-        inner: As of :class:`MAML`.
+        model: The model, as in :class:`MAML`.
+        loss_fn: The loss function, as in :class:`MAML`.
+        head: The module that is adapted, or its name.
+        inner: The functional optimizer of the inner steps.
         steps: The number of inner steps.
-        **arguments: As of :class:`MAML`.
+        **arguments: Other arguments of :class:`MAML`, except ``adapt``.
 
     Raises:
-        ValueError: The model has no such module, or :class:`MAML` refuses the other arguments.
+        ValueError: If the model has no such module with parameters, or :class:`MAML` raises for another argument.
 
     Example:
         >>> model = metagrad.models.Conv4(ways=5)
@@ -54,28 +55,31 @@ class ANIL(MAML):
         steps: int,
         **arguments: Any,
     ) -> None:
+        refuse_fixed(
+            "ANIL", arguments, adapt="only the head is adapted. Pass head=, or use MAML(..., adapt)."
+        )
         adapt = f"{_head_name('ANIL', model, head)}.*"
         super().__init__(model, loss_fn, inner=inner, steps=steps, adapt=adapt, **arguments)
 
 
 class BOIL(MAML):
-    r"""BOIL, body only update in inner loop: all but the head adapts, the head is shared by all tasks.
+    r"""Body only update in inner loop (BOIL): only the body is adapted, and all tasks share the head.
 
     .. math:: \theta_{t+1} = \theta_t - \alpha \nabla_\theta L_i^{\mathrm{support}}(\theta_t, \phi)
 
-    with :math:`\theta` the parameters of the body and :math:`\phi` those of the head. Both are learned by the loss of
-    the query examples. The paper takes one inner step.
+    Here :math:`\theta` are the parameters of the body, and :math:`\phi` are the parameters of the head. The query
+    loss trains both. The paper uses one inner step.
 
     Args:
-        model: As of :class:`MAML`.
-        loss_fn: As of :class:`MAML`.
-        head: The name of the module that does not adapt, or the module.
-        inner: As of :class:`MAML`.
+        model: The model, as in :class:`MAML`.
+        loss_fn: The loss function, as in :class:`MAML`.
+        head: The module that is not adapted, or its name.
+        inner: The functional optimizer of the inner steps.
         steps: The number of inner steps.
-        **arguments: As of :class:`MAML`.
+        **arguments: Other arguments of :class:`MAML`, except ``adapt``.
 
     Raises:
-        ValueError: The model has no such module, or :class:`MAML` refuses the other arguments.
+        ValueError: If the model has no such module with parameters, or :class:`MAML` raises for another argument.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -98,18 +102,21 @@ class BOIL(MAML):
         steps: int,
         **arguments: Any,
     ) -> None:
+        refuse_fixed(
+            "BOIL", arguments, adapt="all but the head is adapted. Pass head=, or use MAML(..., adapt)."
+        )
         adapt = f"!{_head_name('BOIL', model, head)}.*"
         super().__init__(model, loss_fn, inner=inner, steps=steps, adapt=adapt, **arguments)
 
 
 def _head_name(algorithm: str, model: nn.Module, head: str | nn.Module) -> str:
-    """Return the name of the head; refuse what is no module of the model with parameters."""
+    """Return the name of the head. Raise unless it is a module of the model that has parameters."""
     named = {name: m for name, m in named_modules(model) if name and next(m.parameters(), None) is not None}
     for name, module in named.items():
         if head is module or head == name:
             return name
     shown = f"a module {type(head).__name__}" if isinstance(head, nn.Module) else repr(head)
     raise ValueError(
-        f"{algorithm}(model, ..., head): expected a module of the model that has parameters, got {shown}. Those of "
-        f"{type(model).__name__} are {list(named)}."
+        f"{algorithm}(model, ..., head): expected a module of the model that has parameters, got {shown}. The "
+        f"modules with parameters of {type(model).__name__} are {list(named)}."
     )

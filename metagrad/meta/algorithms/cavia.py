@@ -1,4 +1,4 @@
-"""CAVIA: a context vector is all that adapts."""
+"""CAVIA: only a context vector is adapted."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from torch import nn
 from metagrad.core.tree import LossFn, Params
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.tasks import Tasks
+from metagrad.meta.options import refuse_fixed
 from metagrad.optim.rules import Rule
 
 
 class CAVIA(MAML):
-    r"""MAML of context parameters, which start at zero in each task; the others are learned and shared by all tasks.
+    r"""Fast context adaptation (CAVIA): only context parameters are adapted, from zero in each task.
 
     .. math::
         \min_\theta \; \frac{1}{|\mathcal T|} \sum_{i \in \mathcal T} L_i^{\mathrm{query}}(\phi_i, \theta), \qquad
         \phi_i = U_i^{\mathrm{steps}}(0), \quad
         U_i(\phi) = \phi - \alpha \nabla_\phi L_i^{\mathrm{support}}(\phi, \theta)
 
-    A task is as large as its context: the other parameters are not repeated for each. What the model does with a
-    context is its own; :class:`metagrad.models.ContextMLP` appends it to the input, and
-    ``metagrad.models.Conv4(..., context=100)`` modulates its channels by it. The value that the context has in the
-    model has no part in anything.
+    All tasks share the other parameters, so a task needs only the memory of its context. The model decides how it
+    uses the context. :class:`metagrad.models.ContextMLP` appends it to the input.
+    ``metagrad.models.Conv4(..., context=100)`` modulates its channels with it. The value of the context in the model
+    is not used.
 
     Args:
         model: A model with context parameters.
-        loss_fn: As of :class:`MAML`.
-        inner: As of :class:`MAML`.
-        steps: As of :class:`MAML`.
-        context: The name of the context, or a pattern or module that says which parameters it is.
-        **arguments: As of :class:`MAML`, without ``adapt``.
+        loss_fn: The loss function, as in :class:`MAML`.
+        inner: The functional optimizer of the inner steps.
+        steps: The number of inner steps.
+        context: The name of the context parameters, or a pattern or module as in ``MAML(..., adapt)``.
+        **arguments: Other arguments of :class:`MAML`, except ``adapt``.
 
     Raises:
-        ValueError: As :class:`MAML`; or nothing in the model is called so.
-        TypeError: As :class:`MAML`.
+        ValueError: If the model has no such parameter, or :class:`MAML` raises for another argument.
+        TypeError: If :class:`MAML` raises it.
 
     Example:
         >>> model = metagrad.models.ContextMLP([1, 40, 40, 1], context=5)
@@ -61,9 +62,12 @@ class CAVIA(MAML):
         context: str = "context",
         **arguments: Any,
     ) -> None:
+        refuse_fixed(
+            "CAVIA", arguments, adapt="only the context is adapted. Pass context=, or use MAML(..., adapt)."
+        )
         super().__init__(model, loss_fn, inner=inner, steps=steps, adapt=context, **arguments)
 
     def _start(self, model: nn.Module, params: Params, tasks: Tasks, stacked: bool) -> Params:
-        """Return zeros, in each task."""
+        """Return zeros for each task."""
         shape = (tasks.count,) if stacked else ()
         return {name: p.new_zeros((*shape, *p.shape)) for name, p in params.items()}

@@ -8,29 +8,30 @@ from torch import nn
 
 from metagrad.core.tree import LossFn
 from metagrad.meta.maml import MAML
+from metagrad.meta.options import refuse_fixed
 from metagrad.optim.rules import Rule
 
 
 class FOMAML(MAML):
-    r"""First-order MAML: the meta-gradient is that of the query loss at the adapted parameters.
+    r"""First-order MAML: the meta-gradient is the gradient of the query loss at the adapted parameters.
 
     .. math:: g = \frac{1}{|\mathcal T|} \sum_{i \in \mathcal T} \nabla L_i^{\mathrm{query}}(\phi_i), \qquad
         \phi_i = U_i^{\mathrm{steps}}(\theta)
 
-    It takes the inner gradients as constants, as ``MAML(..., order=1)`` does, so that it needs no second derivatives.
+    The inner gradients are constants, as in ``MAML(..., order=1)``, so no second derivatives are computed.
 
     Args:
-        model: As of :class:`MAML`.
-        loss_fn: As of :class:`MAML`.
-        inner: As of :class:`MAML`.
+        model: The model, as in :class:`MAML`.
+        loss_fn: The loss function, as in :class:`MAML`.
+        inner: The functional optimizer of the inner steps.
         steps: The number of inner steps.
-        **arguments: As of :class:`MAML`, but for ``order``.
+        **arguments: Other arguments of :class:`MAML`, except ``order``.
 
     Raises:
-        TypeError: ``order`` is given.
+        TypeError: If ``order`` is given.
 
     Example:
-        With :math:`L = (w - y)^2 / 2`, which a task knows by :math:`y`, one step at rate 1/2 from 0 leads to
+        The loss of a task is :math:`L = (w - y)^2 / 2`. One step with learning rate 1/2 from :math:`w = 0` ends at
         :math:`y / 2`:
 
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -51,6 +52,5 @@ class FOMAML(MAML):
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, *, inner: Rule, steps: int, **arguments: Any
     ) -> None:
-        if "order" in arguments:
-            raise TypeError("FOMAML(...): order is 1; take MAML(..., order=2) for second derivatives.")
+        refuse_fixed("FOMAML", arguments, order="it is 1. Use MAML(..., order=2) for second derivatives.")
         super().__init__(model, loss_fn, inner=inner, steps=steps, order=1, **arguments)

@@ -32,6 +32,7 @@ from metagrad.meta.objective.tasks import (
     with_task_axis,
 )
 from metagrad.meta.objective.vmap import call_with, forward_stacked
+from metagrad.meta.options import refuse_unknown
 from metagrad.optim.rules import Rule, sgd
 
 _NO_STEPS = sgd(lr=0.0)
@@ -63,8 +64,10 @@ class HeadAlgorithm(nn.Module):
         task_chunk: int | None = None,
         norm: Norm | None = None,
         nonfinite: Nonfinite = "raise",
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        refuse_unknown(self._name, unknown, ("task_chunk", "norm", "nonfinite"))
         self.model = model
         self.loss_fn = loss_fn
         self.task_chunk = task_chunk
@@ -246,7 +249,7 @@ class _HeadLoop(InnerLoop):
 class _HeadExecutor(TaskExecutor):
     """Runs tasks whose heads are fitted, and which share all parameters."""
 
-    def probe(self, task: Tasks) -> Tensor:
+    def probe(self, task: Tasks, params: Params) -> Tensor:
         """Return the embedding of one task."""
         objective = self.inner.objective
         return call_with(objective.model, {}, task.support_x, objective.norms, by_copy=objective.by_copy)

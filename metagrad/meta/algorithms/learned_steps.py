@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from metagrad.core.tree import LossFn, Params
 from metagrad.meta.execution.tables import check_tables
 from metagrad.meta.maml import MAML
+from metagrad.meta.options import refuse_fixed
 from metagrad.optim.rules import Hyperparameter, Rule, axis_products, chain, sgd
 
 PER = ("entry", "tensor", "step")
@@ -55,6 +56,7 @@ class MetaSGD(MAML):
         per: Literal["entry", "tensor", "step"] = "entry",
         **arguments: Any,
     ) -> None:
+        refuse_fixed("MetaSGD", arguments, inner="it is SGD with learned rates. Pass lr=, or use MAML.")
         if per not in PER:
             raise ValueError(f"MetaSGD(..., per): expected one of {', '.join(map(repr, PER))}, got {per!r}.")
         super().__init__(model, loss_fn, inner=sgd(lr=lr), steps=steps, **arguments)

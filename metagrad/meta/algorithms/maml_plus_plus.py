@@ -13,6 +13,7 @@ from metagrad.core.checks import check_count, is_a, is_list_or_tuple
 from metagrad.core.tree import LossFn, Params
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import Norm
+from metagrad.meta.options import refuse_fixed
 from metagrad.optim.rules import sgd
 
 QueryWeights: TypeAlias = "Sequence[float | Tensor] | Tensor"
@@ -104,6 +105,7 @@ class MAMLPlusPlus(MAML):
         query_weights: QueryWeights | None = None,
         **arguments: Any,
     ) -> None:
+        refuse_fixed("MAMLPlusPlus", arguments, inner="it is SGD with learned rates. Pass lr=, or use MAML.")
         check_count("MAMLPlusPlus(..., multi_step_updates)", multi_step_updates, 0)
         check_count("MAMLPlusPlus(..., first_order_updates)", first_order_updates, 0)
         self._query_weights = None

@@ -11,6 +11,7 @@ from metagrad.meta.inner.displacement import DisplacementLoop
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.tasks import Tasks
+from metagrad.meta.options import refuse_fixed
 from metagrad.optim.hyperparameters import hyperparameters_in
 from metagrad.optim.rules import Rule
 
@@ -73,6 +74,8 @@ class Reptile(MAML):
         examples: Examples = "all",
         **arguments: Any,
     ) -> None:
+        fixed = "all parameters are adapted, and steps are not differentiated. Use FOMAML or MAML."
+        refuse_fixed("Reptile", arguments, **dict.fromkeys(("adapt", "order", "truncate"), fixed))
         if examples not in get_args(Examples):
             raise ValueError(f'Reptile(..., examples): expected "all" or "support", got {examples!r}.')
         super().__init__(

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Generator, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from metagrad.autograd.checks.lint import custom_functions
 from metagrad.core import _torch
 from metagrad.core._torch import named_modules
 from metagrad.core.capture import RandomState
@@ -20,6 +21,7 @@ from metagrad.core.modules import ModuleSnapshot, buffer_versions
 from metagrad.core.norms import unfused_attention
 from metagrad.core.reach import Reached
 from metagrad.core.substitution import ParameterReads
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Params
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
 from metagrad.meta.execution.nonfinite import GradientCheck, Learned, Nonfinite, finite_tasks, merged
@@ -100,6 +102,7 @@ class TaskExecutor:
             return self._by_copy().run(tasks, numbers, skipped)
         before = None if marks is None else ModuleSnapshot(model.modules(), {}, math.inf)
         with outer_phase(), self._attention():
+            self._inspect(tasks, structure)
             chunk = self.stacking.chunk_size(tasks.count, structure, functools.partial(self._examined, tasks))
             if chunk > 1 and (whole := self._one_graph(tasks, chunk)) is not None:
                 return Outcome(whole, skipped, chunk)
@@ -111,9 +114,10 @@ class TaskExecutor:
                 try:
                     results = self.compute(params, rule, tasks, chunk)
                 except Exception as error:
-                    if random is None or not may_be_of_vmap(error):
+                    if chunk == 1 or not may_be_of_vmap(error):
                         raise
-                    random.restore()
+                    if random is not None:
+                        random.restore()
                     self._begin()
                     results, chunk = self.compute(params, rule, tasks, 1), 1
                     self.stacking.give_up(structure, error)
@@ -213,14 +217,13 @@ class TaskExecutor:
     def _changes(self, tasks: Tasks) -> str | None:
         """Return what changes from call to call, of modules or random generators, and put it back."""
         task, paths = self._first(tasks), self._paths()
-        state, generators = self._state()
-        with torch.no_grad():
+        with torch.no_grad(), self._undone() as (state, generators):
             try:
-                first = self.probe(task)
+                first = self.probe(task, self.params)
                 prepared = ModuleSnapshot(paths)  # the first call may prepare the others
                 drawn = generators.moved() - {"torch"}
                 generators.restore()
-                second = self.probe(task)
+                second = self.probe(task, self.params)
                 if drawn:
                     return f"the model draws from {min(drawn)}, which stacked tasks would do once for all of them"
                 is_same = torch.allclose(first, second, rtol=_SAME, atol=_SAME, equal_nan=True)
@@ -231,9 +234,6 @@ class TaskExecutor:
                 return None if is_same else "its loss is another one when it is called again"
             except Exception:
                 return None  # the loop raises it again
-            finally:
-                state.put_back(values=True)
-                generators.restore()
 
     def _first(self, tasks: Tasks) -> Tasks:
         return next(iter(self._with_rows(tasks.select(slice(0, 1)), 1).split(1)))
@@ -241,10 +241,16 @@ class TaskExecutor:
     def _paths(self) -> dict[nn.Module, str]:
         return {module: path for root in self._modules for path, module in named_modules(root)}
 
-    def _state(self) -> tuple[ModuleSnapshot, RandomState]:
-        """Return the state of modules and random generators, to be put back."""
-        generators = Reached(self._modules).generators  # type: ignore[reportArgumentType]
-        return ModuleSnapshot(self._paths(), {}, math.inf), RandomState(generators)
+    @contextlib.contextmanager
+    def _undone(self) -> Generator[tuple[ModuleSnapshot, RandomState]]:
+        """Undo what calls of the model in a ``with`` block change in modules and random generators."""
+        state = ModuleSnapshot(self._paths(), {}, math.inf)
+        generators = RandomState(Reached(self._modules).generators)  # type: ignore[reportArgumentType]
+        try:
+            yield state, generators
+        finally:
+            state.put_back(values=True)
+            generators.restore()
 
     def _runs_again(self, tasks: Tasks, structure: Hashable) -> bool:
         """Return whether a module of the model runs again in the backward pass, as checkpointed layers do.
@@ -287,23 +293,20 @@ class TaskExecutor:
 
     def _reads(self, tasks: Tasks) -> ParameterReads:
         """Return what a gradient of one task reads of the model's parameters, and leave all as it was."""
-        model, task, (state, generators) = self.inner.objective.model, self._first(tasks), self._state()
+        model, task = self.inner.objective.model, self._first(tasks)
         forward, backward = ParameterReads(model), ParameterReads(model)
-        try:
-            with torch.enable_grad():
+        with torch.enable_grad(), self._undone():
+            try:
                 with forward:
-                    outputs = [output for output in (self.probe(task),) if output.requires_grad]
+                    outputs = [output for output in (self.probe(task, self.params),) if output.requires_grad]
                 inputs = [p for p in (*self.params.values(), *model.parameters()) if p.requires_grad]
                 with backward:
                     torch.autograd.grad(
                         outputs, inputs, list(map(torch.ones_like, outputs)), allow_unused=True
                     )
-        except Exception as error:
-            if forward.reentrant is None:
-                raise _ProbeError from error
-        finally:
-            state.put_back(values=True)
-            generators.restore()
+            except Exception as error:
+                if forward.reentrant is None:
+                    raise _ProbeError from error
         backward.reentrant = forward.reentrant
         return backward
 
@@ -317,9 +320,45 @@ class TaskExecutor:
         is_known = self.stacking.rerun_module(self._structure()) is not None
         return (self._by_copy() if is_known else self).inner.to_query(tasks)
 
-    def probe(self, task: Tasks) -> Tensor:
-        """Return the loss of one task, without a task axis."""
-        start = self.inner.start_of(self.params, task)
+    def _inspect(self, tasks: Tasks, structure: Hashable) -> None:
+        """Read the graph of the loss of one task, once for each structure of the model.
+
+        Raises:
+            ValueError: If the loss reads parameters of the model instead of their adapted values.
+        """
+        functions = self.stacking.functions
+        is_off = _torch.functorch_is_active() or torch.is_inference_mode_enabled()
+        if self.params and structure not in functions and not is_off:
+            params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
+            with torch.enable_grad(), self._undone():
+                try:
+                    nodes = list(graph_nodes([self.probe(self._first(tasks), params)]))
+                except Exception:
+                    return  # the loop raises it again
+            read = {id(node.variable) for node in nodes if hasattr(node, "variable")}  # type: ignore[attr-defined]
+            for name, p in self.params.items():
+                if id(p) in read:
+                    raise ValueError(
+                        f"{self.name}(model, loss_fn): the loss of a task reads the parameter {name!r} of the model "
+                        "directly, so inner steps would ignore that term. Compute the loss from predictions and "
+                        "targets. For a penalty on adapted parameters, use weight_decay of the inner optimizer, or "
+                        "let the model return the penalty."
+                    )
+            functions[structure] = custom_functions(nodes)
+        if not (found := functions.get(structure)):
+            return
+        what = f"the model's graph has the custom autograd.Function {', '.join(found)}"
+        if self.inner.compiled is not None:
+            self.inner.compiled.reason = f"{what}, whose derivatives torch.compile may compute incorrectly"
+        if self.inner.differentiates_gradients:
+            self.stacking.warn_once(
+                f"{self.name}: {what}, which is differentiated twice. torch does not check that this is correct. Run "
+                "metagrad.preflight, which compares it with finite differences."
+            )
+
+    def probe(self, task: Tasks, params: Params) -> Tensor:
+        """Return the loss of one task at some parameters, without a task axis."""
+        start = self.inner.start_of(params, task)
         objective = dataclasses.replace(self.inner.objective, rows=task.rows)
         return objective.single(start, task.support_x, task.support_y)[0]
 

@@ -41,11 +41,12 @@ class Stacking:
         self._stackable: dict[Hashable, bool] = {}
         self._ran: set[Hashable] = set()
         self._reruns: dict[Hashable, str | None] = {}
-        self._reasons: set[str] = set()
+        self._warned: set[str] = set()
+        self.functions: dict[Hashable, list[str]] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what is known by the identity of modules."""
-        return {**self.__dict__, "_stackable": {}, "_ran": set(), "_reruns": {}}
+        return {**self.__dict__, "_stackable": {}, "_ran": set(), "_reruns": {}, "functions": {}}
 
     def chunk_size(self, count: int, structure: Hashable, examine: Callable[[], str | None]) -> int:
         """Return how many tasks to compute together; 1 means one by one, without vmap.
@@ -87,17 +88,22 @@ class Stacking:
         self._ran.add(structure)
 
     def give_up(self, structure: Hashable, error: Exception) -> None:
-        """Run tasks one by one from here on, since torch.vmap raised an error."""
-        self._stackable[structure] = False
+        """Run tasks one by one from here on, since torch.vmap raised an error on the first batch."""
+        self._stackable[structure] = structure in self._ran
         self._warn(vmap_reason(error))
 
     def _warn(self, reason: str | None) -> None:
-        if reason and reason not in self._reasons:
-            self._reasons.add(reason)
-            warn(
+        if reason:
+            self.warn_once(
                 f"{self.name}: the tasks of a batch run one by one, because {reason}. "
                 "Pass task_chunk=1 to choose this without a warning."
             )
+
+    def warn_once(self, message: str) -> None:
+        """Issue a warning, unless it was issued before."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message)
 
 
 def may_be_of_vmap(error: Exception) -> bool:

@@ -37,7 +37,15 @@ class DisplacementLoop(InnerLoop):
         # Within torch.func, which wants variables of its own, the tape stays on.
         with contextlib.nullcontext() if _torch.functorch_is_active() else torch.no_grad():
             seen = seen._replace(query_x=None, query_y=None)
-            found = super().run(params, seen, rule, starts)
+            try:
+                found = super().run(params, seen, rule, starts)
+            except Exception as error:
+                if not self.joins or not self._accepts_support(starts, tasks):
+                    raise
+                raise ValueError(
+                    "Reptile(batch): the model does not accept the support and query examples of a task together "
+                    f"({error}). Pass examples='support' to adapt to the support examples only."
+                ) from error
             assert isinstance(found, Adaptation)
             adapted, losses, used, rows = found
             if not self.stacked:
@@ -49,6 +57,13 @@ class DisplacementLoop(InnerLoop):
             query_losses, self.stacked, *moves, *(starts[name] for name in adapted)
         )
         return Evaluation(losses, used, query_losses, predictions, losses[:, :0])
+
+    def _accepts_support(self, starts: Params, tasks: Tasks) -> bool:
+        try:
+            self._loss(tasks)(starts, tasks.support_x, tasks.support_y)
+        except Exception:
+            return False
+        return True
 
 
 class _Attached(Function):

@@ -70,7 +70,7 @@ def check_norm(model: nn.Module, norm: object, steps: int, name: str = "MAML") -
     if not layers:
         raise ValueError(
             f"{call}: no module of the model normalises by statistics that can be kept, as nn.BatchNorm2d does. "
-            "Leave norm at None."
+            "Pass norm=None."
         )
     without = [path for path, module in layers.items() if module._buffers["running_mean"] is None]
     if without and norm in ("running", *OF_STEPS):
@@ -195,7 +195,7 @@ class Norms:
                 raise ValueError(
                     f"{_CALL}={self.policy!r}): {type(layer).__name__} ({name}) has a forward of its own that does "
                     "not call F.batch_norm with its running statistics, so the policy cannot reach it. Let it call "
-                    "that, or leave norm at None."
+                    "that, or pass norm=None."
                 )
 
     def _move(self, key: _Key, found: Sequence[tuple[Moments, float]]) -> None:

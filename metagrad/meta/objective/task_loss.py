@@ -38,6 +38,12 @@ _ELEMENTWISE: tuple[object, ...] = (
 """Losses that compare predictions with targets entry by entry: functions, and classes of modules."""
 
 
+_FLOAT_TARGETS: tuple[object, ...] = (
+    *(F.huber_loss, nn.HuberLoss, F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss),
+)
+"""Losses that do not convert integer targets."""
+
+
 class LabelBounds(NamedTuple):
     """The bounds of the class labels in a batch."""
 
@@ -134,13 +140,21 @@ class TaskLoss:
         shape = prediction.shape[num_axes:]
         if not torch.compiler.is_compiling():
             check_labels(self.labels, shape)
-        function = _function_of(self.loss_fn)
-        is_elementwise = function in _ELEMENTWISE or type(function) in _ELEMENTWISE
-        if isinstance(y, Tensor) and is_elementwise and shape != y.shape[num_axes:]:
-            raise ValueError(
-                f"{self.name}(batch): the model returns {tuple(shape)} for the examples of a task, their targets are "
-                f"{tuple(y.shape[num_axes:])}; torch would broadcast one to the other. Give both the same shape."
-            )
+        if not isinstance(y, Tensor) or torch.compiler.is_compiling():
+            return
+        function, targets = _function_of(self.loss_fn), y.shape[num_axes:]
+        if function in _ELEMENTWISE or type(function) in _ELEMENTWISE:
+            if shape != targets:
+                raise ValueError(
+                    f"{self.name}(batch): the model returns {tuple(shape)} for the examples of a task, their targets "
+                    f"are {tuple(targets)}; torch would broadcast one to the other. Give both the same shape."
+                )
+            if not y.is_floating_point() and (function in _FLOAT_TARGETS or type(function) in _FLOAT_TARGETS):
+                raise TypeError(
+                    f"{self.name}(batch): targets must be floating-point, got {y.dtype}. Pass y.float()."
+                )
+        elif ignored_label(self.loss_fn) is not None and not y.is_floating_point():
+            _check_classes(f"{self.name}(batch)", y.dtype, targets, shape)
 
     def check_loss(self, loss: object, num_axes: int = 0) -> None:
         """Raise unless ``loss_fn`` returned one floating-point number per task."""
@@ -157,6 +171,22 @@ class TaskLoss:
             raise TypeError(
                 f"{self.name}(model, loss_fn): loss_fn must return a real floating point number, got {loss.dtype}."
             )
+
+
+def _check_classes(call: str, dtype: torch.dtype, targets: torch.Size, predictions: torch.Size) -> None:
+    """Raise unless the targets of a task are class labels for its predictions."""
+    if targets == predictions and len(targets) > 1:
+        raise TypeError(
+            f"{call}: the labels have the shape of the predictions, {tuple(targets)}, as one-hot vectors have. Pass "
+            "classes, y.argmax(-1), or probabilities, y.float()."
+        )
+    expected = predictions[:1] + predictions[2:]
+    if len(predictions) > 1 and targets != expected:
+        raise ValueError(
+            f"{call}: labels must be one class for each example, {tuple(expected)} per task, got {tuple(targets)}."
+        )
+    if dtype not in (torch.int64, torch.uint8):
+        raise TypeError(f"{call}: labels must be int64, got {dtype}. Pass y.long().")
 
 
 def label_bounds(loss_fn: LossFn, *targets: Nested) -> LabelBounds | None:

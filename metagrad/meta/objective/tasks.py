@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metagrad.core.structured import Nested, Structured, arguments
 from metagrad.core.tree import Params, tree_flatten, tree_leaves, tree_map, tree_unflatten, widened
@@ -156,6 +156,19 @@ def _check_tasks(call: str, tasks: Tasks) -> None:
                 f"{call}: {name}.x and {name}.y must have the same number of examples, got "
                 f"{tuple(x.shape)} and {tuple(y.shape)}."
             )
+
+
+def check_task_axis(model: nn.Module, tasks: Tasks, call: str = "MAML(batch)") -> None:
+    """Raise if the inputs look like the examples of a single task: ``[examples, features]`` for a linear layer."""
+    x, first = tasks.support_x, next((m for m in model.modules() if m._parameters), None)
+    if not isinstance(x, Tensor) or x.ndim != 2 or not isinstance(first, nn.Linear):
+        return
+    if x.is_floating_point() and all(part.shape[1:] == (first.in_features,) for part in tasks.inputs):  # type: ignore[union-attr]
+        raise ValueError(
+            f"{call}: support.x is {tuple(x.shape)}, [tasks, examples] without an axis for the {first.in_features} "
+            "features of the first layer. If this is one task, put a task axis in front of every tensor, "
+            "x.unsqueeze(0). If every task has one example, use x.unsqueeze(1)."
+        )
 
 
 def _are_alike(tasks: Tasks) -> bool:

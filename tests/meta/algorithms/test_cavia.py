@@ -88,8 +88,3 @@ def test_a_task_is_as_large_as_its_context():
         peaks.append(tracker.peak)
     body = sum(p.numel() * p.element_size() for p in wide.parameters())
     assert (peaks[1] - peaks[0]) / 32 < body
-
-
-def test_a_context_that_is_not_there():
-    with pytest.raises(ValueError, match="what 'context' stands for is no parameter of the model"):
-        mg.CAVIA(mg.models.MLP([1, 1]), F.mse_loss, inner=sgd(lr=0.1), steps=1)

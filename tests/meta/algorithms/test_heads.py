@@ -370,89 +370,6 @@ def changed(batch, part="support", **fields):
     return batch._replace(**{part: getattr(batch, part)._replace(**fields)})
 
 
-@every
-def test_a_class_without_examples_is_told(case, batch):
-    algorithm = make(case)
-    labels = LABELS.clone()
-    labels[1, labels[1] == 1] = 2
-    with pytest.raises(ValueError, match=rf"^{algorithm._name}\(batch\): .* task 1 has none of class 1 "):
-        algorithm(changed(batch, y=labels))
-    with pytest.raises(
-        ValueError, match=rf"^{algorithm._name}.adapt\(support\): .* task 1 has none of class 1 "
-    ):
-        algorithm.adapt(changed(batch, y=labels).support)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            lambda b: changed(b, y=LABELS - 1),
-            ValueError,
-            r"^R2D2\(batch\): classes must be 0 or more, .* has -1",
-        ),
-        (
-            lambda b: changed(b, y=LABELS * 0 - 100),
-            ValueError,
-            r"task 0 has no support example that is no padding",
-        ),
-        (lambda b: changed(b, y=LABELS.double()), TypeError, r"must be the classes .*, got float64 \[3, 7\]"),
-        (lambda b: changed(b, y={"a": LABELS}), TypeError, r"must be the classes .*, got dict"),
-        (
-            lambda b: changed(b, "query", y=torch.full((TASKS, 5), 3)),
-            ValueError,
-            r"^R2D2\(batch\): query example 0 of task 0 is of class 3, of which the task has no support example",
-        ),
-        (
-            lambda b: changed(b, x=b.support.x[:2]),
-            ValueError,
-            r"^R2D2\(batch\): every part must have the same",
-        ),
-        (lambda b: b.support, TypeError, r"^R2D2\(batch\): the batch must be a pair|^R2D2\(batch\): support"),
-    ],
-)
-def test_batches_that_are_refused(change, error, message, batch):
-    with pytest.raises(error, match=message):
-        make(CASES["R2D2"])(change(batch))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (
-            lambda: mg.ProtoNet(torch.sin),
-            TypeError,
-            r"ProtoNet\(model, ...\): model must be a torch.nn.Module",
-        ),
-        (
-            lambda: mg.ProtoNet(nn.Identity(), distance="l1"),
-            ValueError,
-            r'"euclidean" or "cosine", got \'l1\'',
-        ),
-        (lambda: mg.R2D2(nn.Identity(), task_chunk=0), ValueError, r"R2D2\(..., task_chunk\): expected None"),
-        (lambda: mg.R2D2(nn.Identity(), nonfinite="no"), ValueError, r"R2D2\(..., nonfinite\): expected"),
-        (
-            lambda: mg.R2D2(nn.Identity(), penalty=0.0),
-            ValueError,
-            r"R2D2\(..., penalty\): expected a number above 0",
-        ),
-        (
-            lambda: mg.ProtoNet(nn.Identity(), norm="running"),
-            ValueError,
-            r"^ProtoNet\(..., norm='running'\): no module",
-        ),
-        (
-            lambda: mg.ProtoNet(nn.BatchNorm1d(2), norm="per_step"),
-            ValueError,
-            r"there are statistics for each inner step, but steps is 0",
-        ),
-    ],
-)
-def test_arguments_that_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        arguments()
-
-
 class Returning(nn.Module):
     def __init__(self, change):
         super().__init__()
@@ -461,18 +378,3 @@ class Returning(nn.Module):
 
     def forward(self, x):
         return self.change(self.layer(x))
-
-
-@pytest.mark.parametrize("chunk", [None, 1])
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda y: {"logits": y}, TypeError, r"must return a floating tensor \[examples, ...\].*, got dict"),
-        (lambda y: y.long(), TypeError, r"must return a floating tensor .*, got int64"),
-        (lambda y: y[:, 0], TypeError, r"must return a floating tensor .*, got float64"),
-        (lambda y: y[:-1], ValueError, r"one embedding for each example, got 6 for 7 labels"),
-    ],
-)
-def test_models_that_are_no_embeddings(change, error, message, chunk, batch):
-    with pytest.raises(error, match=rf"^ProtoNet\(model, \.\.\.\): .*{message}"):
-        mg.ProtoNet(Returning(change), task_chunk=chunk)(batch)

@@ -305,43 +305,6 @@ def test_a_network_far_from_a_minimum_has_a_gauss_newton_matrix_that_is_positive
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-LEARNED = mg.optim.rules.sgd(lr=nn.Parameter(torch.tensor(0.1)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"inner": LEARNED}, ValueError, "lr would be learned, and does not influence a minimum"),
-        (
-            {"inner": mg.optim.rules.chain(mg.optim.rules.clip_by_norm(1.0), mg.optim.rules.adamw(lr=0.1))},
-            ValueError,
-            "weight_decay .* Put the penalty into the loss",
-        ),
-        ({"matrix": "fisher"}, ValueError, r"iMAML\(\.\.\., matrix\): expected one of 'hessian', 'ggn'"),
-        ({"truncate": 2}, ValueError, r"iMAML\(\.\.\., truncate\): it differentiates through no step"),
-        ({"tolerance": 0.1}, ValueError, r"iMAML\(\.\.\., tolerance\)"),
-        ({"order": 1}, ValueError, r"iMAML\(\.\.\., order\)"),
-        ({"norm": "per_step"}, ValueError, "a minimum has no statistics of each step"),
-        ({"memory": "step"}, ValueError, "it keeps none of the steps"),
-        ({"hypergradient": hypergrad.Unroll(SGD, 1)}, TypeError, "expected an implicit method, CG"),
-        ({"hypergradient": hypergrad.FirstOrder()}, ValueError, "treats the minimum as a constant"),
-        ({"proximal": -1.0}, ValueError, r"proximal\): expected a number above 0, got -1.0"),
-        ({"proximal": torch.ones(2)}, ValueError, r"proximal\): expected one number, got shape \(2,\)"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(arguments, error, message):
-    options = {"inner": SGD, "steps": 2, **arguments}
-    with pytest.raises(error, match=message):
-        mg.iMAML(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), F.mse_loss, **options)
-
-
-def test_arguments_that_are_assigned_are_checked():
-    imaml = make()
-    imaml.truncate = 2
-    with pytest.raises(ValueError, match=r"truncate\)"):
-        imaml(batch())
-
-
 def test_transforms_around_it_are_refused():
     imaml = make()
     params = dict(imaml.named_parameters())

@@ -231,20 +231,3 @@ def test_tables(make):
         for loss, maml in ((ours, sparse), (theirs, dense))
     )
     torch.testing.assert_close(got, expected)
-
-
-def test_what_makes_no_sense_is_refused():
-    with pytest.raises(
-        ValueError, match=r"MetaSGD\(..., per\): expected one of 'entry', 'tensor', 'step', got 'row'"
-    ):
-        mg.MetaSGD(net(), F.mse_loss, lr=0.1, per="row")
-    with pytest.raises(ValueError, match=r"sgd\(...\): lr must be at least 0, got -1"):
-        mg.MetaSGD(net(), F.mse_loss, lr=-1.0)
-    with pytest.raises(ValueError, match=r"has a value for each row of 'table.weight'"):
-        mg.MetaSGD(Tagger(), F.mse_loss, lr=0.1, sparse=["table.weight"])
-
-
-def test_more_steps_than_there_are_rates_are_refused(regression):
-    maml = mg.MetaSGD(net(), F.mse_loss, lr=0.1, steps=2, per="step")
-    with pytest.raises(ValueError, match="lr has one value for each of 2 steps"):
-        maml(regression, steps=3)

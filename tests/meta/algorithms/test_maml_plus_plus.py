@@ -121,10 +121,3 @@ def test_models_without_norms_and_calls_without_steps(regression):
     assert sum("inner_lr" in name for name, _ in learner.named_parameters()) == 4 * STEPS
     with pytest.raises(ValueError, match=r'"?lr has one value for each of 3 steps'):
         learner(regression, steps=4)
-
-
-@pytest.mark.parametrize("name", ["multi_step_updates", "first_order_updates"])
-@pytest.mark.parametrize("number", [-1, 0.5])
-def test_numbers_of_updates_that_mean_nothing_are_refused(name, number):
-    with pytest.raises(ValueError, match=rf"{name}\): expected an int of 0 or more, got {number}"):
-        learner_of(network(), **{name: number})

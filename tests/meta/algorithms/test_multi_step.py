@@ -125,16 +125,3 @@ def test_a_loss_on_the_way_that_is_not_finite_is_told_or_its_task_left_out():
     expected = maml(Batch(*(Examples(part.x[::2], part.y[::2]) for part in batch))).loss
     assert_close(out.loss, expected)
     assert_close(*(gradients(loss, maml.parameters()) for loss in (out.loss, expected)))
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([1.0], "a weight for each of 3 steps"),
-        ([1.0, -1.0, 1.0], "weights must be finite and at least 0"),
-        ([0, 0, 0.0], "all weights are 0"),
-    ],
-)
-def test_weights_that_are_refused(weights, message):
-    with pytest.raises(ValueError, match=message):
-        multi_step(mlp(), query_weights=weights)

@@ -148,31 +148,6 @@ def test_prototypes_of_many_examples_in_float16():
     assert {value.dtype for value in start.values()} == {torch.float16}
 
 
-def test_classes_that_do_not_fit_are_told(batch):
-    x, labels = batch.support.x, batch.support.y
-    lacking = labels.clone()
-    lacking[2][lacking[2] == 1] = 0
-    with pytest.raises(ValueError, match="task 2 has none of class 1"):
-        make()(Batch(Examples(x, lacking), batch.query))
-    with pytest.raises(ValueError, match=r"'head' has 3 outputs, .* of the classes 0\.\.2"):
-        make().adapt(Examples(x, labels.clamp(max=1)))
-    with pytest.raises(TypeError, match="must be the classes of the support examples, integers"):
-        make().adapt(Examples(x, labels.double()))
-
-
-@pytest.mark.parametrize(
-    ("model", "head", "message"),
-    [
-        (Net(), "classifier", r"'classifier' is no module .* \['enter', 'head'\]"),
-        (Net(bias=False), "head", "'head' is a Linear"),
-        (nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "1", r"'1' is a ReLU .* \['0'\]"),
-    ],
-)
-def test_a_head_that_prototypes_do_not_make(model, head, message):
-    with pytest.raises(ValueError, match=message):
-        make(model, head=head)
-
-
 def test_a_head_that_is_called_otherwise(batch):
     with pytest.raises(ValueError, match=r"must call the head once, .*, \(6, 4\), but it was called 2 times"):
         make(Net(calls=2))(batch)

@@ -175,35 +175,6 @@ def test_a_second_derivative_is_refused(regression):
         first.sum().backward()
 
 
-class LearnedLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, prediction, target):
-        return F.mse_loss(prediction, target) * self.scale
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"inner": rules.sgd(lr=nn.Parameter(torch.tensor(0.1)))},
-            ValueError,
-            "lr of inner would be learned, but the steps are not",
-        ),
-        ({"loss_fn": LearnedLoss()}, ValueError, "the loss would be learned"),
-        ({"examples": "query"}, ValueError, 'expected "all" or "support", got .query'),
-        ({"order": 2}, TypeError, "multiple values for keyword argument 'order'"),
-        ({"adapt": "0.*"}, TypeError, "multiple values for keyword argument 'adapt'"),
-    ],
-    ids=["rule", "loss", "examples", "order", "adapt"],
-)
-def test_what_makes_no_sense_is_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        make(**options)
-
-
 class Normalised(nn.Sequential):
     def __init__(self):
         torch.manual_seed(0)
@@ -224,8 +195,3 @@ def test_policies_for_statistics(regression, norm):
         buffers = [buffer.double() for buffer in learner.buffers()]
         found.append((*gradients(out.loss, learner), *buffers))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
-
-
-def test_norms_of_each_step_are_refused():
-    with pytest.raises(ValueError, match='norm="per_step" would be learned'):
-        mg.Reptile(Normalised(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=2, norm="per_step")

@@ -53,12 +53,6 @@ def slopes(*, zero_task):
     return Batch(Examples(support, torch.zeros_like(x)), Examples(x, x + 1))
 
 
-def test_another_policy_is_refused():
-    policy: Any = "ignore"
-    with pytest.raises(ValueError, match=r'nonfinite\): expected "raise" or "skip", got .ignore'):
-        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=1, nonfinite=policy)
-
-
 @pytest.mark.parametrize("options", [{}, {"task_chunk": 1}, {"task_chunk": 3}, {"memory": "step"}], ids=str)
 @pytest.mark.parametrize("where", ["support", "query"])
 def test_skipping_a_task_is_learning_from_the_others(regression, options, where):

@@ -376,29 +376,3 @@ def test_ids_that_depend_on_adapted_parameters_raise(task_chunk):
     batch = Batch(Examples(ids, torch.ones(2, 2)), Examples(ids, torch.ones(2, 2)))
     with pytest.raises(ValueError, match=r"sparse=\['emb.weight'\]: the model looks up rows that it did not"):
         maml(batch)
-
-
-def test_arguments_are_checked():
-    def make(sparse, lr=0.1, model=None):
-        return mg.MAML(model or plain(), F.mse_loss, inner=sgd(lr=lr), steps=1, sparse=sparse)
-
-    with pytest.raises(
-        TypeError, match=r"MAML\(..., sparse\): expected a list of parameter names, got the string"
-    ):
-        make("0.weight")
-    with pytest.raises(ValueError, match=r"MAML\(..., sparse\): 'item' is not a parameter of the model"):
-        make(["item"])
-    with pytest.raises(
-        ValueError, match=r"MAML\(..., sparse\): '2.bias' must be an embedding table \[V, D\]"
-    ):
-        make(["2.bias"])
-    frozen = plain()
-    frozen[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"'0.weight' does not require grad, so it is not learned"):
-        make(["0.weight"], model=frozen)
-    for lr in (torch.ones(V, D), torch.ones(V, 1)):
-        values = {"0.weight": lr, "2.weight": 0.1, "2.bias": 0.1}
-        with pytest.raises(ValueError, match=r"has a value for each row of '0.weight'"):
-            make(["0.weight"], lr=values)
-        with pytest.raises(ValueError, match=r"has a value for each row of '0.weight'"):
-            make(["0.weight"], lr=[values])

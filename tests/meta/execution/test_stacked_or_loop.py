@@ -343,6 +343,59 @@ def test_a_buffer_that_is_written_later_is_an_error():
         maml(BATCH)
 
 
+def test_a_later_batch_that_vmap_does_not_take_runs_in_a_loop():
+    def forward(module: Calling, x: Tensor) -> Tensor:
+        y = module.last(hidden(module, x))
+        return y * 2 if len(x) == SHOTS - 1 and y.sum() > 0 else y
+
+    few = Batch(*(Examples(part.x[:, 1:], part.y[:, 1:]) for part in BATCH))
+    maml, loop = maml_of(Calling(forward)), maml_of(Calling(forward), task_chunk=1)
+    loop.load_state_dict(maml.state_dict())
+    torch.testing.assert_close(maml(BATCH).loss, loop(BATCH).loss)
+    with pytest.warns(UserWarning, match="one by one, because torch.vmap cannot take"):
+        torch.testing.assert_close(maml(few).loss, loop(few).loss)
+    torch.testing.assert_close(maml(BATCH).loss, loop(BATCH).loss)
+
+
+class Exponential(torch.autograd.Function):
+    """Saves its output, as torch's tutorials do."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}], ids=str)
+def test_a_custom_function_runs_eagerly_and_is_named_once(options):
+    def forward(module: Calling, x: Tensor) -> Tensor:
+        return module.last(Exponential.apply(hidden(module, x)))
+
+    maml, written = (maml_of(Calling(f)) for f in (forward, lambda m, x: m.last(hidden(m, x).exp())))
+    maml = maml_of(maml.model, **options)
+    written.load_state_dict(maml.state_dict())
+    with pytest.warns(UserWarning, match="custom autograd.Function Exponential") as caught:
+        losses = [maml(BATCH).loss for _ in range(2)]
+    assert [str(w.message).split(":")[0] for w in caught] == ["MAML", "MAML(..., compile)"][
+        : 1 + len(options)
+    ]
+    assert "metagrad.preflight" in str(caught[0].message)
+    found, expected = (
+        torch.autograd.grad(value, list(learner.parameters()))
+        for value, learner in ((losses[1], maml), (written(BATCH).loss, written))
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_an_attribute_that_is_set_once_is_no_hindrance():
     def forward(module: Calling, x: Tensor) -> Tensor:
         if not hasattr(module, "scale"):

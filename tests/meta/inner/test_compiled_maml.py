@@ -238,8 +238,3 @@ def test_adaptation_without_grad_mode_is_compiled(regression):
     with torch.no_grad():
         a, b = (maml.adapt(regression.support)(regression.query.x) for maml in (compiled, eager))
     torch.testing.assert_close(a, b)
-
-
-def test_other_values_are_refused():
-    with pytest.raises(ValueError, match="compile must be a bool, or a dict of the arguments"):
-        pair(CASES["steps"], "whole")

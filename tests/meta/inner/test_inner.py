@@ -107,28 +107,6 @@ def test_a_budget_is_divided_among_tasks_that_run_one_by_one(regression, budget,
         mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=budget, task_chunk=1)(regression)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"truncate": 0}, r"MAML\(..., truncate\): expected None .* got 0.*order=1"),
-        ({"truncate": 1.5}, "got 1.5"),
-        ({"tolerance": -1.0}, r"MAML\(..., tolerance\): .* at least 0, got -1.0"),
-        ({"tolerance": float("nan")}, "got nan"),
-    ],
-)
-def test_bad_ends_are_named(keywords, message):
-    with pytest.raises(ValueError, match=message):
-        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, **keywords)
-
-
-def test_an_inner_loss_that_cannot_be_differentiated_twice_is_refused(regression):
-    model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 3).double())
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, task_chunk=1)
-    with pytest.raises(ValueError, match="at the first inner step: WeightNorm"):
-        maml(regression)
-    mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, order=1, task_chunk=1)(regression).loss.backward()
-
-
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_a_meta_step_can_be_checkpointed(regression, memory):
     """The forward under vmap ends at leaves that the recording made itself; they are not read from outside."""

@@ -322,34 +322,6 @@ def test_a_task_that_is_left_out_moves_nothing(regression):
     assert_close(*results)
 
 
-def untracked(channels):
-    return nn.BatchNorm1d(channels, track_running_stats=False)
-
-
-class Unreachable(nn.BatchNorm1d):
-    def forward(self, x):
-        return (x - self.running_mean) * self.weight + self.bias
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (
-            Net,
-            {"norm": "batch"},
-            "expected None, 'transductive', 'support', 'running', 'per_step', 'per_step_transductive', got 'batch'",
-        ),
-        (lambda: nn.Linear(2, 3), {"norm": "running"}, "no module of the model normalises by statistics"),
-        (lambda: Net(untracked), {"norm": "running"}, r"BatchNorm1d \(norm\) keeps no running statistics"),
-        (lambda: Net(untracked), {"norm": "per_step"}, "track_running_stats=True"),
-        (Net, {"norm": "per_step", "steps": 0}, "statistics for each inner step, but steps is 0"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        mg.MAML(model(), F.mse_loss, **{"inner": sgd(lr=LR), "steps": STEPS, **options})
-
-
 @pytest.mark.parametrize("policy", ["support", "running"])
 def test_under_autocast_statistics_are_of_single_precision(regression, policy):
     batch = Batch(*(Examples(part.x.float(), part.y.float()) for part in regression))
@@ -369,17 +341,3 @@ def test_norms_of_steps_do_not_adapt(regression):
         "leave.weight",
         "leave.bias",
     }
-    with pytest.raises(ValueError, match="only weights and biases of normalisations are to adapt"):
-        maml_of(Net(), "per_step", adapt="norm")
-
-
-def test_a_norm_that_no_policy_reaches_is_refused(regression):
-    with pytest.raises(ValueError, match=r"Unreachable \(norm\) has a forward of its own"):
-        maml_of(Net(Unreachable), "running")(regression)
-
-
-def test_more_steps_than_there_are_statistics_are_refused(regression):
-    maml = maml_of(Net(), "per_step")
-    maml(regression, steps=0)
-    with pytest.raises(ValueError, match="there are statistics for 2 inner steps, but this is step 2"):
-        maml(regression, steps=3)

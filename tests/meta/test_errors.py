@@ -1,0 +1,450 @@
+"""Wrong arguments and wrong data: every error is metagrad's own, names the call, and says what came."""
+
+from __future__ import annotations
+
+import functools
+import re
+import traceback
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad import hypergrad
+
+rules = mg.optim.rules
+SGD = rules.sgd(lr=0.1)
+LEARNED = rules.sgd(lr=nn.Parameter(torch.tensor(0.1)))
+ROWS = {"0.weight": torch.ones(5, 1), "1.weight": 0.1, "1.bias": 0.1}
+FOREIGN = re.compile(r"aten::|torch/|\.cpp|\.cc\b|site-packages|forward\(\)|__init__\(\)")
+
+
+def complaint(call, message):
+    """Return what is wrong with the error that a call raises, or None."""
+    try:
+        call()
+    except Exception as error:
+        text, name = str(error), re.match(r"\w+", str(error))
+        if not isinstance(error, (ValueError, TypeError, RuntimeError)):
+            return f"is a {type(error).__name__}"
+        if "metagrad" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+            return f"is raised outside of metagrad: {text}"
+        if name is None or name[0] not in {"rule", *mg.meta.__all__, *rules.__all__} or FOREIGN.search(text):
+            return f"does not name the call: {text}"
+        return None if re.search(message, text) else f"does not match: {text}"
+    return "is not raised"
+
+
+def assert_named(calls):
+    """Check the errors of calls, whose keys are the messages."""
+    found = {message: complaint(call, message) for message, call in calls.items()}
+    assert {message: wrong for message, wrong in found.items() if wrong} == {}
+
+
+def net():
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def with_norm(norm=nn.BatchNorm1d):
+    return nn.Sequential(nn.Linear(2, 4), norm(4), nn.Linear(4, 3))
+
+
+def untracked(channels):
+    return nn.BatchNorm1d(channels, track_running_stats=False)
+
+
+def table():
+    return nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 3))
+
+
+def scripted():
+    return torch.jit.script(net())
+
+
+class Unreachable(nn.BatchNorm1d):
+    def forward(self, x):
+        return (x - self.running_mean) * self.weight + self.bias
+
+
+class LearnedLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, prediction, target):
+        return F.mse_loss(prediction, target) * self.scale
+
+
+def of(algorithm, model=None, loss=F.mse_loss, **options):
+    """Return a call that makes an algorithm."""
+    model = net() if model is None else model
+    if issubclass(algorithm, mg.meta.HeadAlgorithm):
+        return functools.partial(algorithm, model, **options)
+    if algorithm not in (mg.MetaSGD, mg.MAMLPlusPlus):
+        options = {"inner": SGD, "steps": 2, **options}
+    elif algorithm is mg.MetaSGD:
+        options = {"lr": 0.1, **options}
+    return functools.partial(algorithm, model, loss, **options)
+
+
+def maml(model=None, loss=F.mse_loss, **options):
+    return of(mg.MAML, model, loss, **options)
+
+
+def test_arguments_of_maml():
+    frozen = net().requires_grad_(False)
+    assert_named(
+        {
+            r"^MAML\(model, ...\): model must be a torch.nn.Module, got builtin": maml(torch.sin),
+            "no parameter of the model requires grad": maml(frozen),
+            "TorchScript keeps the parameters": maml(scripted()),
+            r"^MAML\(model, ...\): LazyLinear is not initialized.*Call the model once": maml(
+                nn.LazyLinear(3)
+            ),
+            "loss_fn must be a function or a module, got the class MSELoss": maml(None, nn.MSELoss),
+            "loss_fn must be a function, not what it returns, got Tensor": maml(None, torch.ones(())),
+            "steps must be 0 or more, got -1": maml(steps=-1),
+            "steps must be an int, got float": maml(steps=1.0),
+            "inner must be a rule, such as .*, got SGD": maml(inner=torch.optim.SGD([torch.ones(1)])),
+            r"expected 1 \(first-order MAML\) or 2, got 3": maml(order=3),
+            "memory must be .*\"step\".*got 'half'": maml(memory="half"),
+            "task_chunk.*got 0": maml(task_chunk=0),
+            r'nonfinite\): expected "raise" or "skip", got .ignore': maml(nonfinite="ignore"),
+            "compile must be a bool, or a dict of the arguments": maml(compile="whole"),
+            r"MAML\(..., truncate\): expected None .* got 0.*order=1": maml(truncate=0),
+            r"MAML\(..., truncate\): .* got 1.5": maml(truncate=1.5),
+            r"MAML\(..., tolerance\): .* at least 0, got -1.0": maml(tolerance=-1.0),
+            r"MAML\(..., tolerance\): .* got nan": maml(tolerance=float("nan")),
+            "'first_order'. Did you mean order=1": maml(first_order=True),
+            r"'lr'. Did you mean inner=metagrad.optim.rules.sgd\(lr=": maml(lr=0.1),
+            "'chunks'. The options are sparse, task_chunk": maml(chunks=1),
+        }
+    )
+
+
+def test_names_of_parameters():
+    half = net()
+    half[0].requires_grad_(False)
+    named = functools.partial(maml, half)
+    frozen = table()
+    frozen[0].requires_grad_(False)
+    assert_named(
+        {
+            r"'haed\.\*' stands for is no parameter.*'2\.weight'": named(adapt="haed.*"),
+            "'hand' stands for is no parameter": named(adapt=["2", "hand"]),
+            "'!hand' stands for is no parameter": named(adapt="!hand"),
+            "does not require grad": named(adapt="0.*"),
+            "chooses none of the parameters": named(adapt="!*"),
+            "chooses none of the parameters.*'2.bias'": named(adapt=[]),
+            "chooses none of the parameters.*'2.weight'": named(adapt=lambda name, p: False),
+            "the module Linear stands for is no parameter": named(adapt=nn.Linear(4, 3)),
+            "expected None, a name": named(adapt=3),
+            "expected None, a name.*a list": named(adapt=[3]),
+            r"sparse\): expected a list of parameter names, got the string": maml(table(), sparse="0.weight"),
+            r"sparse\): 'item' is not a parameter": maml(table(), sparse=["item"]),
+            r"sparse\): '1.bias' must be an embedding table \[V, D\]": maml(table(), sparse=["1.bias"]),
+            "'0.weight' does not require grad, so it is not learned": maml(frozen, sparse=["0.weight"]),
+            r"a value for each row of '0.weight'": maml(
+                table(), inner=rules.sgd(lr=ROWS), sparse=["0.weight"]
+            ),
+            r"a value for each row of '0.weight', its shape is \(5, 1\)": maml(
+                table(), inner=rules.sgd(lr=[ROWS, ROWS]), sparse=["0.weight"]
+            ),
+            r"^MAML.*a value for each row of '0.weight', its shape is \(5, 2\)": of(
+                mg.MetaSGD, table(), sparse=["0.weight"]
+            ),
+        }
+    )
+
+
+def test_policies_for_norms():
+    plus = of(mg.MAMLPlusPlus)
+    assert_named(
+        {
+            "expected None, 'transductive', 'support', .* got 'batch'": maml(with_norm(), norm="batch"),
+            "no module of the model normalises by statistics": maml(norm="running"),
+            r"BatchNorm1d \(1\) keeps no running statistics": maml(with_norm(untracked), norm="running"),
+            "track_running_stats=True": maml(with_norm(untracked), norm="per_step"),
+            "for each inner step, but steps is 0": maml(with_norm(), norm="per_step", steps=0),
+            "only weights and biases of normalisations": maml(with_norm(), norm="per_step", adapt="1"),
+            r"^MAMLPlusPlus.* no module of the model .* Pass norm=None": plus,
+            "^ProtoNet.*'running'.: no module": of(mg.ProtoNet, norm="running"),
+            "^ProtoNet.* each inner step, but steps is 0": of(mg.ProtoNet, with_norm(), norm="per_step"),
+            r"Unreachable \(1\) has a forward of its own": lambda: maml(
+                with_norm(Unreachable), norm="running"
+            )()(regression()),
+            "there are statistics for 2 inner steps, but this is step 2": lambda: maml(
+                with_norm(), norm="per_step"
+            )()(regression(), steps=3),
+        }
+    )
+
+
+def test_arguments_of_other_algorithms():
+    decayed = rules.chain(rules.clip_by_norm(1.0), rules.adamw(lr=0.1))
+    imaml, reptile, plus = (of(kind) for kind in (mg.iMAML, mg.Reptile, mg.MAMLPlusPlus))
+    learned_norms = functools.partial(of(mg.Reptile, with_norm()), norm="per_step")
+    proto, head = of(mg.ProtoMAML, net()), of(mg.R2D2, nn.Identity())
+    assert_named(
+        {
+            r"ANIL\(model, ..., head\): expected a module .* got 'head'.* \['0', '2'\]": of(mg.ANIL),
+            r"BOIL\(model, ..., head\): expected a module .* got '1'": of(mg.BOIL, head="1"),
+            "got '0.weight'": of(mg.BOIL, head="0.weight"),
+            "got a module Linear": of(mg.ANIL, head=nn.Linear(4, 3)),
+            r"ANIL\(..., adapt\): only the head is adapted": of(mg.ANIL, adapt="0"),
+            r"BOIL\(..., adapt\): all but the head is adapted": of(mg.BOIL, adapt="0"),
+            r"FOMAML\(..., order\): it is 1": of(mg.FOMAML, order=2),
+            r"CAVIA\(..., adapt\): only the context": of(mg.CAVIA, adapt="0"),
+            "what 'context' stands for is no parameter of the model": of(mg.CAVIA),
+            r"MetaSGD\(..., per\): expected one of 'entry', 'tensor', 'step', got 'row'": of(
+                mg.MetaSGD, per="row"
+            ),
+            r"MetaSGD\(..., inner\): it is SGD with learned rates": of(mg.MetaSGD, inner=SGD),
+            r"sgd\(...\): lr must be at least 0, got -1": of(mg.MetaSGD, lr=-1.0),
+            r"MAMLPlusPlus\(..., inner\): it is SGD": functools.partial(plus, inner=SGD),
+            r"multi_step_updates\): expected an int of 0 or more, got -1": functools.partial(
+                plus, multi_step_updates=-1
+            ),
+            r"first_order_updates\): expected an int of 0 or more, got 0.5": functools.partial(
+                plus, first_order_updates=0.5
+            ),
+            "a weight for each of 3 steps": functools.partial(plus, norm=None, steps=3, query_weights=[1.0]),
+            "weights must be finite and at least 0": functools.partial(
+                plus, norm=None, steps=2, query_weights=[1.0, -1.0]
+            ),
+            "all weights are 0": functools.partial(plus, norm=None, steps=2, query_weights=[0, 0.0]),
+            r"Reptile\(..., order\): .* Use FOMAML or MAML": functools.partial(reptile, order=2),
+            r"Reptile\(..., adapt\): all parameters are adapted": functools.partial(reptile, adapt="0.*"),
+            r"Reptile\(..., truncate\)": functools.partial(reptile, truncate=None),
+            "lr of inner would be learned, but the steps are not": functools.partial(reptile, inner=LEARNED),
+            "the loss would be learned": of(mg.Reptile, None, LearnedLoss()),
+            'expected "all" or "support", got .query': functools.partial(reptile, examples="query"),
+            'norm="per_step" would be learned': learned_norms,
+            "lr would be learned, and does not influence a minimum": functools.partial(imaml, inner=LEARNED),
+            "weight_decay .* Put the penalty into the loss": functools.partial(imaml, inner=decayed),
+            r"iMAML\(..., truncate\): it differentiates through no step": functools.partial(
+                imaml, truncate=2
+            ),
+            r"iMAML\(..., matrix\): expected one of 'hessian', 'ggn'": functools.partial(
+                imaml, matrix="fisher"
+            ),
+            r"iMAML\(..., tolerance\)": functools.partial(imaml, tolerance=0.1),
+            r"iMAML\(..., order\)": functools.partial(imaml, order=1),
+            "a minimum has no statistics of each step": of(mg.iMAML, with_norm(), norm="per_step"),
+            "it keeps none of the steps": functools.partial(imaml, memory="step"),
+            "expected an implicit method, CG": functools.partial(
+                imaml, hypergradient=hypergrad.Unroll(SGD, 1)
+            ),
+            "treats the minimum as a constant": functools.partial(
+                imaml, hypergradient=hypergrad.FirstOrder()
+            ),
+            r"proximal\): expected a number above 0, got -1.0": functools.partial(imaml, proximal=-1.0),
+            r"proximal\): expected one number, got shape \(2,\)": functools.partial(
+                imaml, proximal=torch.ones(2)
+            ),
+            r"'head' is no module .* \['0', '2'\]": proto,
+            "'1' is a Tanh": functools.partial(proto, head="1"),
+            "'0' is a Linear": of(mg.ProtoMAML, nn.Sequential(nn.Linear(2, 3, bias=False)), head="0"),
+            r"ProtoNet\(model, ...\): model must be a torch.nn.Module": of(mg.ProtoNet, torch.sin),
+            '"euclidean" or "cosine", got \'l1\'': of(mg.ProtoNet, distance="l1"),
+            r"ProtoNet\(...\): unexpected keyword argument 'inner'": of(mg.ProtoNet, inner=SGD),
+            r"R2D2\(..., task_chunk\): expected None": functools.partial(head, task_chunk=0),
+            r"R2D2\(..., nonfinite\): expected": functools.partial(head, nonfinite="no"),
+            r"R2D2\(..., penalty\): expected a number above 0": functools.partial(head, penalty=0.0),
+        }
+    )
+
+
+def batch(x, y, query_x=None, query_y=None):
+    support = SimpleNamespace(x=x, y=y)
+    query = SimpleNamespace(x=x if query_x is None else query_x, y=y if query_y is None else query_y)
+    return SimpleNamespace(support=support, query=query)
+
+
+X, Y, LABELS = torch.randn(4, 6, 2), torch.randn(4, 6, 3), torch.arange(6).repeat(4, 1) % 3
+
+
+def regression():
+    return batch(X, Y)
+
+
+class Opaque:
+    pass
+
+
+def test_batches():
+    call = maml()()
+    row = maml(nn.Linear(6, 6))()
+    cases = {
+        r"support.x is empty, its shape is \(0, 6, 2\)": batch(X[:0], Y[:0]),
+        r"query.x is empty, its shape is \(4, 0, 2\)": batch(X, Y, X[:, :0], Y[:, :0]),
+        "same number of tasks in front": batch(X[:2], Y[:2], X, Y),
+        "support.x and support.y must have the same number of examples": batch(X, Y[:, :3]),
+        r"must be \[tasks, examples, ...\], got shape \(6,\)": batch(X[0, :, 0], Y),
+        r"must be a pair \(support, query\), .* got a tuple of 1": ((X, Y),),
+        r"got a dict with the keys \['train', 'test'\]": {"train": 1, "test": 2},
+        r"query must be a pair \(x, y\), .* got a Tensor": ((X, Y), Y),
+        r"query.x must be a tensor, or a nesting": ((X, Y), ({}, Y)),
+        r"query.x\['ids'\] must be \[tasks, ...\], got a tensor without axes": (
+            (X, Y),
+            ({"ids": torch.ones(())}, Y),
+        ),
+        r"same number of tasks .*query.x\['ids'\]": ((X, Y), ({"ids": X[:2]}, Y)),
+        r"query.x\['ids'\] is empty": ((X, Y), ({"ids": X[:, :0]}, Y)),
+        r"query.x holds a Opaque at \[0\]": ((X, Y), ([Opaque()], Y)),
+        r"returns \(6, 3\).*targets are \(6, 1\).*broadcast": batch(X, Y[..., :1]),
+    }
+    calls = {message: functools.partial(call, given) for message, given in cases.items()}
+    calls |= {
+        r"adapted to 4 tasks, so x must be \[4, n, ...\], got \(2, 6, 2\)": lambda: call.adapt((X, Y))(X[:2]),
+        "steps must be 0 or more, got -2": lambda: call(regression(), steps=-2),
+        "one value for each of 2 steps": lambda: of(mg.MetaSGD, steps=2, per="step")()(regression(), steps=3),
+        r"support.x is \(4, 6\), .* 6 features of the first layer.* x.unsqueeze\(0\)": lambda: row(
+            batch(X[..., 0], X[..., 0])
+        ),
+    }
+    assert_named(calls)
+
+
+class Fixed(nn.Module):
+    """A layer of a graph network, which takes all nodes of its graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.register_buffer("adjacency", torch.rand(6, 6))
+
+    def forward(self, x):
+        return self.adjacency @ self.linear(x)
+
+
+class Outside(nn.Module):
+    """A model that reads a parameter by a list, where substitution does not reach it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.held = [self.linear.weight]
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.held[0].T
+
+
+class Constant(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).detach() + torch.zeros((), requires_grad=True)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_losses_and_models(task_chunk):
+    own = net()
+
+    def penalty(prediction, target):
+        return F.mse_loss(prediction, target) + sum(p.square().sum() for p in own.parameters())
+
+    def run(model=None, loss=F.mse_loss, given=None, **options):
+        call = maml(model, loss, task_chunk=task_chunk, **options)
+        return lambda: call()(regression() if given is None else given)
+
+    elementwise = functools.partial(F.mse_loss, reduction="none")
+    reptile = of(mg.Reptile, Fixed(), task_chunk=task_chunk)
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
+    assert_named(
+        {
+            "the loss of a task reads the parameter '0.weight'.* weight_decay": run(own, penalty),
+            "reads the parameter '0.weight'": run(own, penalty, order=1),
+            "reads the parameter 'linear.weight'": run(Outside()),
+            "depends on none of the parameters": run(Constant(2, 3)),
+            "depends on none of the parameters.* detach": run(None, lambda p, y: p.detach().mean()),
+            "real floating point number, got torch.complex64": run(None, lambda p, y: p.mean() * 1j),
+            r"\(model, loss_fn\): loss_fn must return a tensor, got NoneType": run(None, lambda p, y: None),
+            r"scalar for each task, got shape \(6, 3\)": run(None, elementwise),
+            "at the first inner step: WeightNorm": run(normed),
+            r"Reptile.*together \(.*shapes.* Pass examples='support'": lambda: reptile()(regression()),
+            "Use torch.no_grad": torch.inference_mode()(run()),
+        }
+    )
+    shared = maml(own, lambda p, y: F.mse_loss(p, y) + own[0].weight.square().sum(), adapt="2")()
+    assert shared(regression()).loss.isfinite()
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_labels(task_chunk):
+    def run(labels, loss=F.cross_entropy):
+        call = maml(None, loss, task_chunk=task_chunk)
+        return lambda: call()(batch(X, labels))
+
+    hot = F.one_hot(LABELS, 3)
+    losses = [F.cross_entropy, nn.CrossEntropyLoss(), functools.partial(F.cross_entropy, label_smoothing=0.1)]
+    for loss in losses:
+        assert_named(
+            {
+                "labels must lie in 0..2.*from 1 to 3": run(LABELS + 1, loss),
+                "labels must lie in 0..2.*from -1 to 1": run(LABELS - 1, loss),
+                "labels must be int64, got torch.int32. Pass y.long()": run(LABELS.int(), loss),
+                r"shape of the predictions, \(6, 3\), as one-hot vectors.* y.argmax\(-1\)": run(hot, loss),
+                r"one class for each example, \(6,\) per task, got \(6, 1\)": run(LABELS.unsqueeze(-1), loss),
+            }
+        )
+    assert_named(
+        {
+            "targets must be floating-point, got torch.int64. Pass y.float()": run(
+                hot, F.binary_cross_entropy_with_logits
+            ),
+            "targets must be floating-point, got torch.bool": run(hot.bool(), nn.HuberLoss()),
+        }
+    )
+    for labels in (LABELS, LABELS.byte(), hot.float(), LABELS.masked_fill(LABELS == 2, -100)):
+        assert run(labels)().loss.isfinite()
+
+
+def test_data_of_heads():
+    call, embedded = of(mg.R2D2, nn.Linear(2, 4))(), torch.where(LABELS == 1, 2, LABELS)
+
+    def returning(change):
+        model = nn.Linear(2, 3)
+        model.register_forward_hook(lambda module, args, result: change(result))
+        return lambda: mg.ProtoNet(model, task_chunk=1)(batch(X, LABELS))
+
+    proto = of(mg.ProtoMAML, nn.Sequential(nn.Linear(2, 3)), F.cross_entropy, head="0")()
+    assert_named(
+        {
+            r"R2D2\(batch\): classes must be 0 or more, .* has -1": lambda: call(batch(X, LABELS - 1)),
+            "task 0 has no support example that is no padding": lambda: call(batch(X, LABELS * 0 - 100)),
+            r"must be the classes .*, got float32 \[4, 6\]": lambda: call(batch(X, LABELS.float())),
+            "must be the classes .*, got dict": lambda: call(batch(X, {"a": LABELS})),
+            r"^R2D2\(batch\): .* task 0 has none of class 1 ": lambda: call(batch(X, embedded)),
+            r"^R2D2.adapt\(support\): .* task 0 has none of class 1 ": lambda: call.adapt((X, embedded)),
+            "query example 0 of task 0 is of class 3, of which": lambda: call(
+                batch(X, LABELS, None, LABELS + 3)
+            ),
+            r"R2D2\(batch, steps\): the head is fitted in closed form": lambda: call(
+                batch(X, LABELS), steps=1
+            ),
+            r"got dict": returning(lambda y: {"logits": y}),
+            r"must return a floating tensor .*, got int64": returning(lambda y: y.long()),
+            r"must return a floating tensor .*, got float32": returning(lambda y: y[:, 0]),
+            "one embedding for each example, got 5 for 6 labels": returning(lambda y: y[:-1]),
+            "^ProtoMAML.* task 0 has none of class 1": lambda: proto(batch(X, embedded)),
+            r"'0' has 3 outputs, .* of the classes 0\.\.2": lambda: proto.adapt((X, LABELS.clamp(max=1))),
+            "^ProtoMAML.* must be the classes of the support examples, integers": lambda: proto.adapt(
+                (X, LABELS.float())
+            ),
+        }
+    )
+
+
+def test_assigned_attributes_are_checked_by_the_next_call():
+    call = of(mg.iMAML)()
+    call.truncate = 2
+    named = maml()()
+    named.adapted = "none"
+    assert_named(
+        {
+            r"truncate\)": lambda: call(regression()),
+            "no parameter of the model": lambda: named(regression()),
+        }
+    )
