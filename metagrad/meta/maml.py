@@ -1,4 +1,4 @@
-"""Model-agnostic meta-learning."""
+"""Model-agnostic meta-learning (MAML)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_compile
 from metagrad.core._torch import averaging_wrapper
 from metagrad.core.budget import Memory, checked_memory
-from metagrad.core.checks import check_function, is_a, is_integer
+from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.reach import Place, placed
 from metagrad.core.structured import Nested, restored
@@ -23,7 +23,7 @@ from metagrad.core.tape import is_on_the_tape, is_transformed
 from metagrad.core.tree import LossFn, Params
 from metagrad.meta.algorithm import AdaptedModel, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
-from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
+from metagrad.meta.execution.nonfinite import Nonfinite
 from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.execution.tables import AdaptedTables, check_tables
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
@@ -45,65 +45,66 @@ from metagrad.optim.transforms.chain import check_rule
 
 
 class MAML(nn.Module):
-    r"""Model-agnostic meta-learning: learn an initialization that adapts to a task in a few gradient steps.
+    r"""Model-agnostic meta-learning (MAML).
+
+    MAML learns an initialization that adapts to a new task in a few gradient steps.
 
     .. math::
         \min_\theta \; \frac{1}{|\mathcal T|} \sum_{i \in \mathcal T}
             L_i^{\mathrm{query}}\bigl(U_i^{\mathrm{steps}}(\theta)\bigr), \qquad
         U_i(\phi) = \phi - \alpha \nabla L_i^{\mathrm{support}}(\phi)
 
-    The tasks of a batch run together: the forward is vmapped over stacked parameters, and one ordinary
-    backward takes all their gradients. If that is not possible (LSTM, running statistics, backward hooks, buffers and
-    attributes that ``forward`` changes, operations that :func:`torch.vmap` does not take or computes differently from
-    a loop), the tasks run one by one, with one warning that says why. If it would be slower (convolutions on CPU),
-    they run one by one, too. A new model is called twice on one task, to see whether it changes from call to call.
+    All tasks of a batch run together. The forward pass is vectorized over tasks with :func:`torch.vmap`, and one
+    backward pass computes all gradients. Models that ``torch.vmap`` does not support run task by task, with one
+    warning. Examples are an LSTM, running statistics, backward hooks, and a ``forward`` that changes buffers or
+    attributes. Convolutions on a CPU also run task by task, because that is faster. metagrad calls a new model up to
+    three times on one task of the first batch to decide this.
 
-    The arguments are attributes, which may be assigned; the next call uses the new values.
+    Every argument is also an attribute. An assignment takes effect at the next call.
 
     Args:
-        model: Any module; its parameters that require grad are the meta-parameters. Called as ``model(x)``; as
-            ``model(**x)`` where ``x`` is a dict, as ``model(*x)`` where it is a tuple or a list. It may return a dict
-            (of any subclass), a tuple, a list or a dataclass, with tensors in it.
-        loss_fn: ``loss_fn(prediction, target)`` for the examples of one task, a scalar; ``prediction`` is what the
-            model returned. The parameters of one that is a module are meta-learned, but not adapted.
-        inner: The rule of the inner steps. Its hyper-parameters that are :class:`torch.nn.Parameter` become
-            parameters of this module (``inner_lr``), and are meta-learned; the rule reads them there at each call.
+        model: Any ``nn.Module``. Its parameters with ``requires_grad=True`` are the meta-parameters. It is called as
+            ``model(x)``, or as ``model(**x)`` if ``x`` is a dict, or ``model(*x)`` if ``x`` is a tuple or list. It
+            may return a tensor, or a dict, tuple, list or dataclass of tensors.
+        loss_fn: ``loss_fn(prediction, target) -> scalar``, for the examples of one task. If it is an ``nn.Module``,
+            its parameters are meta-learned, but not adapted in the inner loop.
+        inner: The functional optimizer of the inner steps. Hyperparameters that are ``nn.Parameter`` become
+            parameters of this module (``inner_lr``) and are meta-learned.
         steps: The number of inner steps, 0 or more.
-        adapt: Which parameters adapt to a task: a name (of a parameter, or of a module for all below it), a pattern
-            such as ``"head.*"`` or ``"!head.*"`` (all but those), a module of the model, a list of these, or a
-            predicate ``(name, parameter) -> bool``; None means all that require grad. The others that require
-            grad are meta-learned and shared by all tasks: they are not stacked, and no inner step moves them. The
-            attribute is called ``adapted``.
-        order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML), so that
-            shared parameters get the gradient of the query loss at the adapted ones, and nothing by way of these.
-        memory: What the inner loop keeps, see :func:`metagrad.unroll`. A budget is that of the whole batch.
-            If the graph of one step is too large, pass ``task_chunk=1`` and call :func:`metagrad.checkpoint`
-            around the layers of the model.
-        norm: Which statistics normalisation layers with running statistics (batch normalisation) use. The sets are
-            the support and the query examples of a task. ``"transductive"``: those of the set at hand, also in
-            evaluation. ``"support"``: those of the support examples of the task, at the same parameters, for its
-            query examples too. ``"running"``: in training those of the set at hand, and in evaluation (``eval()``)
-            running ones, which move once for each pass, towards the mean over tasks. ``"per_step"``: likewise, with
-            running statistics and, where they are learned, weights and biases for each inner step in
-            ``per_step_norms``, which are meta-learned, not adapted. ``"per_step_transductive"``: these weights and
-            biases with the statistics of the set at hand. With all of these tasks may be stacked, and a recomputation
-            does not update statistics. None leaves it to the modules.
-        compile: Whether to compile. Up to five small steps and the query loss are one compiled function. Otherwise
-            one inner step and the query loss are compiled, and serve any number of steps and values of the
-            hyperparameters. A dict holds the arguments of ``torch.compile``. What cannot be compiled (hooks, running
-            statistics, control flow that depends on data, ``norm``, ``sparse``, inputs or outputs that are not single
-            tensors) runs eagerly, with one warning that says why. The meta-gradient of large compiled steps cannot
-            be differentiated again.
+        adapt: The parameters that are adapted to a task. A string is the name of a parameter or module, or a pattern
+            such as ``"head.*"`` or ``"!head.*"`` (all except the head). A module, a list of these, or a predicate
+            ``(name, parameter) -> bool`` is also accepted. ``None`` means all parameters that require grad. The
+            others are meta-learned and shared by all tasks. The attribute is called ``adapted``.
+        order: 2 differentiates through the inner gradients. 1 treats them as constants (first-order MAML), so shared
+            parameters get only the gradient of the query loss at the adapted parameters.
+        memory: The checkpointing policy of the inner loop, see :func:`metagrad.unroll`. A budget applies to the
+            whole batch. If the graph of one step is too large, pass ``task_chunk=1`` and call
+            :func:`metagrad.checkpoint` around the layers of the model.
+        norm: The statistics of normalization layers with running statistics, such as batch normalization. All
+            values except None allow vectorized tasks.
+
+            - None: The modules decide.
+            - ``"transductive"``: The statistics of the current set (the support or the query examples of a task),
+              also in evaluation.
+            - ``"support"``: The statistics of the support examples of the task, for its query examples as well.
+            - ``"running"``: The statistics of the current set in training, and running statistics in evaluation.
+              They are updated once per pass, towards the mean over tasks.
+            - ``"per_step"``: As ``"running"``, with separate running statistics, weights and biases for each inner
+              step. They are in ``per_step_norms``. The weights and biases are meta-learned, but not adapted.
+            - ``"per_step_transductive"``: The weights and biases of ``"per_step"``, with the statistics of the
+              current set.
+        compile: Whether to compile. Up to five small inner steps and the query loss are compiled as one function.
+            Otherwise one inner step and the query loss are compiled, for any number of steps. A dict holds the
+            arguments of ``torch.compile``. Models that cannot be compiled run eagerly, with one warning. Examples
+            are hooks, custom autograd Functions, running statistics, ``norm``, ``sparse``, and inputs or outputs
+            that are not single tensors. The meta-gradient of large compiled steps cannot be differentiated again.
         **options: ``sparse``, ``task_chunk``, ``nonfinite``, ``truncate`` and ``tolerance``, see
-            :class:`metagrad.meta.Options`. They are attributes, too.
+            :class:`metagrad.meta.Options`. They are also attributes.
 
     Raises:
-        ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk`` or ``compile`` is
-            out of range; no parameter of the model requires grad; the model cannot follow ``norm``; ``adapt`` names
-            something that the model does not have; a name in ``sparse`` is not a table that is learned, or
-            ``inner`` has a value for each of its rows.
-        TypeError: ``model`` is not a module, ``inner`` is not a rule, ``adapt`` is of another type, or ``sparse`` is
-            a string.
+        ValueError: If an argument is out of range, no parameter of the model requires grad, ``norm`` does not fit the
+            model, or ``adapt`` or ``sparse`` names something that the model does not have.
+        TypeError: If an argument has another type, or is unknown.
 
     Example:
         >>> model = torch.nn.Linear(1, 1)
@@ -160,13 +161,13 @@ class MAML(nn.Module):
         self._check()
 
     def _forget(self) -> None:
-        """Forget what was found out about the model and the loss."""
+        """Drop the decisions and compiled functions for the previous model and loss."""
         self._stacking = Stacking(self.task_chunk, type(self).__name__)
         self._compiler = None if self._compile is None else Compiler("MAML(..., compile)", self._compile)
 
     @property
     def inner(self) -> Rule:
-        """The rule of the inner steps; what is learned of it are the parameters that this module has now."""
+        """The functional optimizer of the inner steps, with the learned hyperparameters of this module."""
         return self._learned.of(self)
 
     @inner.setter
@@ -178,7 +179,7 @@ class MAML(nn.Module):
 
     @property
     def norm(self) -> Norm | None:
-        """Whose statistics normalise."""
+        """The statistics of normalization layers."""
         return self._norm
 
     @norm.setter
@@ -191,9 +192,9 @@ class MAML(nn.Module):
         self._norm: Norm | None = norm
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an attribute, to be checked by the next call."""
+        """Assign an attribute. The next call checks it."""
         self.__dict__["_is_checked"] = False
-        # A module that adapts is a part of the model already, and not registered again.
+        # An adapted module is already registered as a part of the model.
         kept: Any = (value,) if name == "adapted" and isinstance(value, nn.Module) else value
         super().__setattr__(name, kept)
         if name in ("model", "loss_fn", "task_chunk") and "_stacking" in self.__dict__:
@@ -202,24 +203,24 @@ class MAML(nn.Module):
     def forward(
         self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
     ) -> MetaOutput:
-        """Adapt to every task's support examples and evaluate on its query examples.
+        """Adapt to the support examples of every task, and evaluate on its query examples.
 
-        Differentiable where grad mode is on; under ``torch.no_grad()`` the inner steps run too.
+        The result is differentiable if grad mode is on. The inner steps also run under ``torch.no_grad()``.
 
         Args:
-            batch: ``support`` and ``query`` with ``x`` and ``y``, each ``[tasks, examples, ...]``: attributes, the
-                keys of dicts, or pairs, as in ``((xs, ys), (xq, yq))``. Of an ``x`` or ``y`` that is a dict, a tuple
-                or a nesting of such, every tensor is ``[tasks, ...]``; what is no tensor is the same for all tasks.
-            steps: Another number of inner steps than the one given at construction.
+            batch: ``support`` and ``query`` with ``x`` and ``y``, each ``[tasks, examples, ...]``. These are
+                attributes, keys of dicts, or pairs as in ``((xs, ys), (xq, yq))``. ``x`` and ``y`` may be dicts,
+                tuples or nested ones with tensors ``[tasks, ...]``. Other values in them are shared by all tasks.
+            steps: The number of inner steps, if it differs from ``self.steps``.
 
         Raises:
-            ValueError: The batch is empty, its task axes differ, a label is not a class of the model, ``steps`` is
-                negative, or tables of ``sparse`` are in a ``DistributedDataParallel``.
-            TypeError: The batch has another form, or what the model returns holds an object that is none of those.
-            RuntimeError: It is called inside a ``torch.func`` transform other than reverse mode (``grad``, ``vjp``,
-                ``jacrev``) with respect to all parameters that are adapted.
-            FloatingPointError: A loss is NaN or infinite, or in the backward pass the gradient of a task; the
-                message names the task and the inner step. With ``nonfinite="skip"``: of every task.
+            ValueError: If the batch is empty, its task axes differ, a label is not a class of the model, or
+                ``sparse`` is used in a ``DistributedDataParallel``.
+            TypeError: If the batch has another form, or the model returns an object of unknown type.
+            RuntimeError: If it is called inside a ``torch.func`` transform other than reverse mode (``grad``,
+                ``vjp``, ``jacrev``) with respect to all adapted parameters.
+            FloatingPointError: If a loss, or a gradient in the backward pass, is NaN or Inf. The message names the
+                task and the inner step. With ``nonfinite="skip"``, only if no task is finite.
         """
         if self.sparse and averaging_wrapper() is not None:
             raise ValueError(
@@ -246,18 +247,18 @@ class MAML(nn.Module):
     def adapt(
         self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
     ) -> AdaptedModel:
-        """Adapt to every task's support examples.
+        """Adapt to the support examples of every task.
 
         Args:
-            support: ``x`` and ``y``, each ``[tasks, shots, ...]``, in the forms that :meth:`forward` takes.
-            steps: Another number of inner steps than the one given at construction.
+            support: ``x`` and ``y``, each ``[tasks, shots, ...]``, in any form that :meth:`forward` accepts.
+            steps: The number of inner steps, if it differs from ``self.steps``.
 
         Returns:
-            The adapted model, to be called on inputs ``[tasks, n, ...]``.
+            The adapted model. Call it on inputs ``[tasks, n, ...]``.
 
         Raises:
-            ValueError: As :meth:`forward`.
-            FloatingPointError: As :meth:`forward`.
+            ValueError: As in :meth:`forward`.
+            FloatingPointError: As in :meth:`forward`.
         """
         tasks = read_support(support)
         with sole_use(self.model):
@@ -270,27 +271,27 @@ class MAML(nn.Module):
             predict = AdaptedTables(inner, used, rows, chunk).predict
         else:
             predict = functools.partial(inner.objective.predict, chunk=chunk)
-        # A ``functional_call`` may have ended when the adapted model is called.
+        # The adapted model may be called after the end of a ``functional_call``.
         predict = functools.partial(_predicted, tensor_places(self.model), predict)
         return AdaptedModel(params, losses, used, skipped, predict, rows)
 
     def keeping(self, memory: Memory) -> MAML:
-        """Return one of the same modules and arguments that stores something else, and compiles nothing."""
+        """Return a copy with the same modules, another checkpointing policy, and without compilation."""
         other = copy.copy(self)
         other.memory, other._compile = memory, None
         other._forget()
         return other
 
     def extra_repr(self) -> str:
-        """Show what is not a submodule."""
+        """Return the arguments that are not submodules."""
         return (
             f"steps={self.steps}, order={self.order}, memory={self.memory!r}, "
             f"inner={type(self.inner).__name__}, task_chunk={self.task_chunk}, norm={self.norm!r}"
         )
 
     def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:
-        """Return what runs tasks, as the attributes of this module say at present."""
-        check_steps("MAML(batch, steps)", self.steps if steps is None else steps)
+        """Return the executor of a batch, for the current attributes."""
+        count: int = check_count("MAML(batch, steps)", self.steps if steps is None else steps, 0)
         if not self._is_checked:
             self._check()
             self.__dict__["_is_checked"] = True
@@ -299,12 +300,11 @@ class MAML(nn.Module):
         refuse_transforms(list(params.values()))
         if self.sparse:
             self.__dict__["sparse"] = check_tables(self.model, self.sparse, self.inner, params)
-        inner = self._inner_loop(self.steps if steps is None else steps, tasks)
+        inner = self._inner_loop(count, tasks)
         adapted = tuple(name for name in self.sparse if name in params)
         return TaskExecutor(inner, params, adapted, self.nonfinite, self._stacking, type(self).__name__)
 
     def _inner_loop(self, steps: int, tasks: Tasks) -> InnerLoop:
-        """Return the loop that adapts to tasks."""
         weights = self._step_weights(steps)
         norms = None if self.norm is None else NormPass(Norms(self.model, self.norm, self.per_step_norms))
         labels = label_bounds(self.loss_fn, *tasks.targets)
@@ -322,17 +322,20 @@ class MAML(nn.Module):
         )
 
     def _start(self, model: nn.Module, params: Params, tasks: Tasks, stacked: bool) -> Params:
-        """Return the values that some parameters start from in each task, where an algorithm has such."""
+        """Return the task-specific initial values of some parameters."""
         return {}
 
     def _step_weights(self, steps: int) -> Sequence[float | Tensor] | Tensor | None:
-        """Return the weights of the query losses after each step; None where only the last counts."""
+        """Return the weights of the query losses after each step, or None if only the last loss counts."""
         return None
 
     def _adapted_parameters(self) -> Params:
-        """Return the parameters that adapt, with the values that they have now."""
+        """Return the current values of the adapted parameters."""
         params = self._trained()
-        check_trained(params)
+        if not params:
+            raise ValueError(
+                "MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted."
+            )
         names: Iterable[str] = params
         if self.adapted is not None:
             own = {name: self._own_parameters.get(name, p) for name, p in params.items()}
@@ -342,9 +345,9 @@ class MAML(nn.Module):
         return {name: params[name] for name in names}
 
     def _trained(self) -> Params:
-        """Return the parameters of the model that require grad, with the values that they have now.
+        """Return the current values of the parameters that require grad.
 
-        In a ``functional_call`` tensors are in their places that need not require grad: the parameters say.
+        The tensors of a ``functional_call`` need not require grad, so the flags of the parameters count.
         """
         current = dict(self.model.named_parameters())
         if all(is_a(p, nn.Parameter) for p in current.values()):
@@ -353,13 +356,14 @@ class MAML(nn.Module):
         return {name: p for name, p in current.items() if p.requires_grad or own[name].requires_grad}
 
     def _check(self) -> None:
-        """Raise for attributes that mean nothing, at construction and where they have been assigned since."""
+        """Raise for attributes that are out of range or have another type."""
         check_function(f"{type(self).__name__}(model, loss_fn, ...)", "loss_fn", self.loss_fn)
         check_arguments(self.model, self.steps, self.order, self.task_chunk)
         checked_memory("MAML(...)", self.memory)
-        check_ends(self.truncate, self.tolerance)
+        check_count("MAML(..., truncate)", self.truncate, optional=True)
+        check_number("MAML(..., tolerance)", self.tolerance, 0, optional=True)
         check_norm(self.model, self.norm, self.steps)
-        check_nonfinite(self.nonfinite)
+        check_choice("MAML(..., nonfinite)", self.nonfinite, Nonfinite)
 
 
 def _weighted(weights: Sequence[float | Tensor] | Tensor | None, results: Evaluation) -> Tensor:
@@ -368,7 +372,7 @@ def _weighted(weights: Sequence[float | Tensor] | Tensor | None, results: Evalua
         return results.query_losses
     each = [*results.path.unbind(1), results.query_losses]
     terms = zip(list(weights)[-len(each) :], each, strict=True)
-    # A weight of 0 leaves out a loss that was not computed.
+    # A loss with weight 0 was not computed.
     return torch.stack([weight * loss for weight, loss in terms if _counts(weight)]).sum(0)
 
 
@@ -382,28 +386,29 @@ def _predicted(
     params: Params,
     x: Nested,
 ) -> Nested:
-    """Predict with the shared parameters and buffers as they were during adaptation."""
+    """Predict with the shared parameters and buffers that the model had during adaptation."""
     with placed(shared):
         return predict(params, x)
 
 
 @dataclass(frozen=True)
 class LearnedRule:
-    """A rule whose learned hyper-parameters are parameters of a module.
+    """A functional optimizer whose learned hyperparameters are parameters of a module.
 
-    A learned hyper-parameter exists once, as a parameter of the module, so that replacing it there
-    (``functional_call``, ``load_state_dict(assign=True)``, ``parametrize``, an assignment) changes the rule.
+    A learned hyperparameter exists only as a parameter of the module. Replacing it there (``functional_call``,
+    ``load_state_dict(assign=True)``, ``parametrize``, an assignment) also changes the optimizer.
 
     Attributes:
-        template: The rule, with tensors without memory in place of the learned hyper-parameters.
-        names: Of the parameters of the module, in the order of ``hyperparameters_in``; None for other tensors.
+        template: The optimizer. Meta tensors take the place of the learned hyperparameters.
+        names: The names of the parameters in the module, in the order of ``hyperparameters_in``. None for other
+            tensors.
     """
 
     template: Rule
     names: tuple[str | None, ...]
 
     def of(self, module: nn.Module) -> Rule:
-        """Return the rule with the parameters as the module has them."""
+        """Return the optimizer with the current parameters of the module."""
         if not any(self.names):
             return self.template
         names = iter(self.names)
@@ -416,7 +421,7 @@ class LearnedRule:
 
 
 def register_learned(module: nn.Module, rule: Rule) -> LearnedRule:
-    """Make the hyper-parameters of a rule that are :class:`torch.nn.Parameter` parameters of a module."""
+    """Register the hyperparameters of an optimizer that are ``nn.Parameter`` in a module."""
     names: list[str | None] = []
     for path, tensor in hyperparameters_in(rule):
         name = None
@@ -434,52 +439,21 @@ def register_learned(module: nn.Module, rule: Rule) -> LearnedRule:
     return LearnedRule(with_hyperparameters(rule, emptied) if any(names) else rule, tuple(names))
 
 
-def check_steps(call: str, steps: object) -> None:
-    """Refuse what is not an int of 0 or more."""
-    if not is_integer(steps):
-        raise TypeError(f"{call}: steps must be an int, got {type(steps).__name__}.")
-    if steps < 0:
-        raise ValueError(f"{call}: steps must be 0 or more, got {steps}.")
-
-
 def check_arguments(
     model: object, steps: int, order: int, task_chunk: int | None, name: str = "MAML"
 ) -> None:
-    """Refuse arguments of MAML that mean nothing."""
+    """Raise for arguments that are out of range or have another type."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
     refuse_wrapped(f"{name}(model, ...)", model)
     check_substitutable(f"{name}(model, ...)", model.modules())
-    check_steps("MAML(..., steps)", steps)
-    if order not in (1, 2):
-        raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
-    if task_chunk is not None and (not is_integer(task_chunk) or task_chunk < 1):
-        raise ValueError(
-            f"{name}(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
-        )
-
-
-def check_trained(params: Params) -> None:
-    """Refuse a model of which nothing can be adapted."""
-    if not params:
-        raise ValueError(
-            "MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted."
-        )
-
-
-def check_ends(truncate: int | None, tolerance: float | None) -> None:
-    """Refuse numbers of steps and norms that mean nothing."""
-    if truncate is not None and (not is_integer(truncate) or truncate < 1):
-        raise ValueError(
-            f"MAML(..., truncate): expected None (all steps) or an int of 1 or more, got {truncate!r}. "
-            "For none at all, pass order=1."
-        )
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"MAML(..., tolerance): expected None or a norm of at least 0, got {tolerance!r}.")
+    check_count("MAML(..., steps)", steps, 0)
+    check_choice("MAML(..., order)", order, (1, 2))
+    check_count(f"{name}(..., task_chunk)", task_chunk, optional=True)
 
 
 def refuse_transforms(params: list[Tensor]) -> None:
-    """Raise for torch.func transforms in which gradients of the parameters cannot be taken on the tape."""
+    """Raise inside torch.func transforms where autograd cannot differentiate with respect to the parameters."""
     if is_transformed() and not is_on_the_tape(params):
         raise RuntimeError(
             "MAML(batch): of torch.func, reverse mode (grad, vjp, jacrev) with respect to all parameters that are "

@@ -106,17 +106,17 @@ def test_arguments_of_maml():
             ),
             "loss_fn must be a function or a module, got the class MSELoss": maml(None, nn.MSELoss),
             "loss_fn must be a function, not what it returns, got Tensor": maml(None, torch.ones(())),
-            "steps must be 0 or more, got -1": maml(steps=-1),
-            "steps must be an int, got float": maml(steps=1.0),
+            r"steps\): expected an int of 0 or more, got -1": maml(steps=-1),
+            r"steps\): expected an int of 0 or more, got 1.0": maml(steps=1.0),
             "inner must be a rule, such as .*, got SGD": maml(inner=torch.optim.SGD([torch.ones(1)])),
-            r"expected 1 \(first-order MAML\) or 2, got 3": maml(order=3),
+            r"order\): expected one of 1, 2, got 3": maml(order=3),
             "memory must be .*\"step\".*got 'half'": maml(memory="half"),
             "task_chunk.*got 0": maml(task_chunk=0),
-            r'nonfinite\): expected "raise" or "skip", got .ignore': maml(nonfinite="ignore"),
+            r"nonfinite\): expected one of 'raise', 'skip', got 'ignore'": maml(nonfinite="ignore"),
             "compile must be a bool, or a dict of the arguments": maml(compile="whole"),
-            r"MAML\(..., truncate\): expected None .* got 0.*order=1": maml(truncate=0),
+            r"MAML\(..., truncate\): expected None .* got 0": maml(truncate=0),
             r"MAML\(..., truncate\): .* got 1.5": maml(truncate=1.5),
-            r"MAML\(..., tolerance\): .* at least 0, got -1.0": maml(tolerance=-1.0),
+            r"MAML\(..., tolerance\): .* 0 or more, got -1.0": maml(tolerance=-1.0),
             r"MAML\(..., tolerance\): .* got nan": maml(tolerance=float("nan")),
             "'first_order'. Did you mean order=1": maml(first_order=True),
             r"'lr'. Did you mean inner=metagrad.optim.rules.sgd\(lr=": maml(lr=0.1),
@@ -164,7 +164,7 @@ def test_policies_for_norms():
     plus = of(mg.MAMLPlusPlus)
     assert_named(
         {
-            "expected None, 'transductive', 'support', .* got 'batch'": maml(with_norm(), norm="batch"),
+            "expected one of 'transductive', 'support', .* got 'batch'": maml(with_norm(), norm="batch"),
             "no module of the model normalises by statistics": maml(norm="running"),
             r"BatchNorm1d \(1\) keeps no running statistics": maml(with_norm(untracked), norm="running"),
             "track_running_stats=True": maml(with_norm(untracked), norm="per_step"),
@@ -221,7 +221,7 @@ def test_arguments_of_other_algorithms():
             r"Reptile\(..., truncate\)": functools.partial(reptile, truncate=None),
             "lr of inner would be learned, but the steps are not": functools.partial(reptile, inner=LEARNED),
             "the loss would be learned": of(mg.Reptile, None, LearnedLoss()),
-            'expected "all" or "support", got .query': functools.partial(reptile, examples="query"),
+            "expected one of 'all', 'support', got 'query'": functools.partial(reptile, examples="query"),
             'norm="per_step" would be learned': learned_norms,
             "lr would be learned, and does not influence a minimum": functools.partial(imaml, inner=LEARNED),
             "weight_decay .* Put the penalty into the loss": functools.partial(imaml, inner=decayed),
@@ -242,14 +242,14 @@ def test_arguments_of_other_algorithms():
                 imaml, hypergradient=hypergrad.FirstOrder()
             ),
             r"proximal\): expected a number above 0, got -1.0": functools.partial(imaml, proximal=-1.0),
-            r"proximal\): expected one number, got shape \(2,\)": functools.partial(
+            r"proximal\): expected a scalar, got shape \(2,\)": functools.partial(
                 imaml, proximal=torch.ones(2)
             ),
             r"'head' is no module .* \['0', '2'\]": proto,
             "'1' is a Tanh": functools.partial(proto, head="1"),
             "'0' is a Linear": of(mg.ProtoMAML, nn.Sequential(nn.Linear(2, 3, bias=False)), head="0"),
             r"ProtoNet\(model, ...\): model must be a torch.nn.Module": of(mg.ProtoNet, torch.sin),
-            '"euclidean" or "cosine", got \'l1\'': of(mg.ProtoNet, distance="l1"),
+            "expected one of 'euclidean', 'cosine', got 'l1'": of(mg.ProtoNet, distance="l1"),
             r"ProtoNet\(...\): unexpected keyword argument 'inner'": of(mg.ProtoNet, inner=SGD),
             r"R2D2\(..., task_chunk\): expected None": functools.partial(head, task_chunk=0),
             r"R2D2\(..., nonfinite\): expected": functools.partial(head, nonfinite="no"),
@@ -300,7 +300,7 @@ def test_batches():
     calls = {message: functools.partial(call, given) for message, given in cases.items()}
     calls |= {
         r"adapted to 4 tasks, so x must be \[4, n, ...\], got \(2, 6, 2\)": lambda: call.adapt((X, Y))(X[:2]),
-        "steps must be 0 or more, got -2": lambda: call(regression(), steps=-2),
+        "expected an int of 0 or more, got -2": lambda: call(regression(), steps=-2),
         "one value for each of 2 steps": lambda: of(mg.MetaSGD, steps=2, per="step")()(regression(), steps=3),
         r"support.x is \(4, 6\), .* 6 features of the first layer.* x.unsqueeze\(0\)": lambda: row(
             batch(X[..., 0], X[..., 0])

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core._torch import to_list
+from metagrad.core.checks import check_choice
 from metagrad.core.reach import placed
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import sole_use, tensor_places
 from metagrad.core.tree import LossFn, Params, widened
 from metagrad.meta.algorithm import AdaptedModel, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
-from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
+from metagrad.meta.execution.nonfinite import Nonfinite
 from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, phase
 from metagrad.meta.maml import check_arguments
@@ -167,7 +168,7 @@ class HeadAlgorithm(nn.Module):
     def _check(self) -> None:
         """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
         check_arguments(self.model, 0, 2, self.task_chunk, self._name)
-        check_nonfinite(self.nonfinite, self._name)
+        check_choice(f"{self._name}(..., nonfinite)", self.nonfinite, Nonfinite)
         check_norm(self.model, self.norm, 0, name=self._name)
         stacking = self.__dict__.get("_stacking")
         if stacking is None or stacking.task_chunk != self.task_chunk:

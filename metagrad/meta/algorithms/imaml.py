@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from metagrad.core.checks import check_choice
+from metagrad.core.checks import check_choice, check_positive
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import LossFn, Params
 from metagrad.hypergrad import CG, Nystrom
@@ -162,9 +161,9 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
 def _check_weight(weight: object) -> None:
     if isinstance(weight, Tensor):
         if weight.ndim:
-            raise ValueError(f"iMAML(..., proximal): expected one number, got shape {tuple(weight.shape)}.")
-    elif not isinstance(weight, (int, float)) or not (weight > 0 and math.isfinite(weight)):
-        raise ValueError(f"iMAML(..., proximal): expected a number above 0, got {weight!r}.")
+            raise ValueError(f"iMAML(..., proximal): expected a scalar, got shape {tuple(weight.shape)}.")
+    else:
+        check_positive("iMAML(..., proximal)", weight)
 
 
 def _check_rule(rule: Rule) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from metagrad.core.checks import check_choice
 from metagrad.core.tree import LossFn, Params
 from metagrad.meta.execution.tables import check_tables
 from metagrad.meta.maml import MAML
@@ -57,8 +58,7 @@ class MetaSGD(MAML):
         **arguments: Any,
     ) -> None:
         refuse_fixed("MetaSGD", arguments, inner="it is SGD with learned rates. Pass lr=, or use MAML.")
-        if per not in PER:
-            raise ValueError(f"MetaSGD(..., per): expected one of {', '.join(map(repr, PER))}, got {per!r}.")
+        check_choice("MetaSGD(..., per)", per, PER)
         super().__init__(model, loss_fn, inner=sgd(lr=lr), steps=steps, **arguments)
         params = self._adapted_parameters()
         rule = sgd(lr=_rates(params, lr, per, steps))

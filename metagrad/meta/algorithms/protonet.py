@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metagrad.core.checks import check_choice
 from metagrad.core.tree import LossFn, Params
 from metagrad.meta.algorithms.heads import HeadAlgorithm
 
@@ -57,9 +58,7 @@ class ProtoNet(HeadAlgorithm):
         **arguments: Any,
     ) -> None:
         super().__init__(model, loss_fn, **arguments)
-        if distance not in get_args(Distance):
-            raise ValueError(f'ProtoNet(..., distance): expected "euclidean" or "cosine", got {distance!r}.')
-        self.distance: Distance = distance
+        self.distance: Distance = check_choice("ProtoNet(..., distance)", distance, Distance)
         self.scale = scale
 
     def fit(self, features: Tensor, labels: Tensor) -> Params:

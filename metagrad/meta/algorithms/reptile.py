@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import nn
 
+from metagrad.core.checks import check_choice
 from metagrad.core.tree import LossFn
 from metagrad.meta.inner.displacement import DisplacementLoop
 from metagrad.meta.inner.loop import InnerLoop
@@ -76,8 +77,7 @@ class Reptile(MAML):
     ) -> None:
         fixed = "all parameters are adapted, and steps are not differentiated. Use FOMAML or MAML."
         refuse_fixed("Reptile", arguments, **dict.fromkeys(("adapt", "order", "truncate"), fixed))
-        if examples not in get_args(Examples):
-            raise ValueError(f'Reptile(..., examples): expected "all" or "support", got {examples!r}.')
+        check_choice("Reptile(..., examples)", examples, Examples)
         super().__init__(
             model, loss_fn, inner=inner, steps=steps, adapt=None, order=1, truncate=None, **arguments
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
 from metagrad.core.capture import RandomState
-from metagrad.core.checks import check_choice, check_type
+from metagrad.core.checks import check_choice, check_count, check_type
 from metagrad.core.modules import ModuleSnapshot, check_substitutable
 from metagrad.core.norms import unfused_attention
 from metagrad.core.structured import structured
@@ -29,7 +29,7 @@ from metagrad.meta.checks.derivatives import (
     measured_defects,
 )
 from metagrad.meta.checks.report import MemoryCost, ModuleFinding, Preflight
-from metagrad.meta.maml import MAML, check_steps
+from metagrad.meta.maml import MAML
 from metagrad.meta.objective.tasks import BatchLike, read_batch, read_examples
 from metagrad.optim import rules
 from metagrad.optim.rules import Rule
@@ -160,7 +160,7 @@ def _request(
             f"{steps=} and {'a meta-batch' if is_meta else 'plain data'}."
         )
     if is_meta:
-        check_steps(_CALL, steps or 0)
+        check_count("preflight(..., steps)", steps or 0, 0)
         rule = rules.sgd(lr=0.1) if inner is None else inner
         return _of_maml(MAML(model, loss_fn, inner=rule, steps=steps or 0), batch, order, steps)
     whole = Subject(model, loss_fn, *read_examples(batch, _CALL, "batch"))

@@ -1,4 +1,4 @@
-"""Running the tasks of a meta-batch: every feature of a call is a step of one executor."""
+"""The executor runs the tasks of a meta-batch. Every feature of a call is a step of it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from metagrad.meta.objective.tasks import Tasks, concatenated
 from metagrad.meta.objective.vmap import is_plain
 from metagrad.optim.rules import Rule
 
-_PLAIN = ("torch.nn.modules.", "metagrad.models.")  # whose modules run in the forward pass alone
-_SAME = 1e-3  # how far two computations of a loss may be apart
+_PLAIN = ("torch.nn.modules.", "metagrad.models.")  # their modules run only in the forward pass
+_SAME = 1e-3  # tolerance between two computations of a loss
 
 
 class _ProbeError(Exception):
@@ -50,9 +50,9 @@ class Outcome(NamedTuple):
     """The results of the tasks of a meta-batch.
 
     Attributes:
-        results: An :class:`Evaluation` where there are query examples, else an :class:`Adaptation`.
-        skipped: Which tasks were left out, ``[tasks]``, bool.
-        chunk: How many tasks ran together; 1 means one by one, without vmap.
+        results: An :class:`Evaluation` if there are query examples, otherwise an :class:`Adaptation`.
+        skipped: Whether each task was excluded, ``[tasks]``, bool.
+        chunk: How many tasks ran in one vectorized pass. 1 means a Python loop without vmap.
     """
 
     results: Evaluation | Adaptation
@@ -62,15 +62,15 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskExecutor:
-    """Adapts to all tasks of a meta-batch, and evaluates them where there are query examples.
+    """Adapts to all tasks of a meta-batch, and evaluates on their query examples if there are any.
 
     Attributes:
         inner: The inner loop, with the objective.
-        params: What tasks start from.
-        sparse: The names of the tables of which each task adapts the rows that it looks up.
-        nonfinite: How losses and meta-gradients that are not finite are handled.
-        stacking: How many tasks run together.
-        name: Of the algorithm, in errors.
+        params: The initial parameters of all tasks.
+        sparse: Names of the embedding tables of which each task adapts only the rows that it uses.
+        nonfinite: What happens if a loss or a meta-gradient is NaN or Inf.
+        stacking: Decides how many tasks run in one vectorized pass.
+        name: Name of the algorithm in errors.
     """
 
     inner: InnerLoop
@@ -83,16 +83,16 @@ class TaskExecutor:
     def run(self, tasks: Tasks, numbers: Tensor | None = None, skipped: Tensor | None = None) -> Outcome:
         """Run the tasks, in these steps.
 
-        1. An outer phase of the memory tracker is opened.
-        2. It is decided how many tasks run together.
-        3. Gradients are looked at where they enter parameters, hyper-parameters and modules.
-        4. The tasks run, each part eagerly or compiled; one by one if torch.vmap cannot take the model after all.
-        5. Losses that are not finite raise, or the other tasks run once more.
+        1. Open an outer phase of the memory tracker.
+        2. Inspect the graph of one task, and decide how many tasks run in one vectorized pass.
+        3. Insert a check of the gradients of parameters, hyperparameters and modules.
+        4. Run the tasks, eagerly or compiled. If torch.vmap raises, run them in a Python loop.
+        5. If a loss is NaN or Inf, raise, or run the other tasks again.
 
         Args:
             tasks: The tasks.
-            numbers: Their numbers in the meta-batch, if they are only some of it, ``[tasks]``.
-            skipped: Where to mark tasks that are left out, ``[tasks of the meta-batch]``.
+            numbers: The numbers of the tasks, if they are only a part of the meta-batch, ``[tasks]``.
+            skipped: Output that marks excluded tasks, ``[tasks of the meta-batch]``, bool.
         """
         if skipped is None:
             skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
@@ -137,14 +137,13 @@ class TaskExecutor:
     def _without(
         self, tasks: Tasks, results: Any, finite: Tensor, numbers: Tensor | None, skipped: Tensor
     ) -> Outcome:
-        """Run once more, without the tasks whose losses are not finite."""
+        """Run again without the tasks whose losses are NaN or Inf."""
         every = torch.arange(tasks.count, device=tasks.device) if numbers is None else numbers
         skipped[every[~finite]] = True
         some = self.run(tasks.select(finite.nonzero().flatten()), every[finite], skipped)
         return some._replace(results=merged(results, some.results, finite.nonzero().flatten()))
 
     def _begin(self) -> None:
-        """Collect running statistics from here on."""
         if self.inner.objective.norms is not None:
             self.inner.objective.norms.norms.begin()
 
@@ -159,21 +158,21 @@ class TaskExecutor:
         return unfused_attention() if self.inner.differentiates_gradients else contextlib.nullcontext()
 
     def compute(self, params: Params, rule: Rule, tasks: Tasks, chunk: int) -> Evaluation | Adaptation:
-        """Compute tasks, ``chunk`` at a time; 1 means one by one, without vmap."""
+        """Compute tasks, ``chunk`` of them in one vectorized pass. 1 means a Python loop without vmap."""
         parts = list(self._with_rows(tasks, chunk).split(chunk))
         inner = self.inner if rule is self.inner.rule else dataclasses.replace(self.inner, rule=rule)
         inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
         run = inner.run if inner.compiled is None else functools.partial(self._compiled, inner)
-        return concatenated(list(map(functools.partial(run, params), parts)))  # without a frame of its own
+        return concatenated(list(map(functools.partial(run, params), parts)))  # a helper would add a frame
 
     def _with_rows(self, tasks: Tasks, chunk: int) -> Tasks:
-        """Find the rows of tables that the tasks look up."""
+        """Find the table rows that the tasks use."""
         objective = self.inner.objective
         rows = find_rows(objective.model, self.sparse, tasks.inputs, chunk, objective.norms)
         return tasks._replace(rows=rows)
 
     def _one_graph(self, tasks: Tasks, chunk: int) -> Evaluation | None:
-        """Evaluate a small meta-batch by one compiled function; None if the tasks must run otherwise."""
+        """Evaluate a small meta-batch with one compiled function. Return None if that is not possible."""
         inner = self.inner
         if inner.compiled is None or chunk < tasks.count or not is_one_graph(inner, self.params, tasks):
             return None
@@ -197,7 +196,7 @@ class TaskExecutor:
         )
 
     def _again(self, params: Params, rule: Rule, tasks: Tasks) -> Evaluation | Adaptation:
-        """Compute a task eagerly, with all graphs, and leave buffers as they were."""
+        """Compute a task eagerly with ``memory="full"``, and restore the buffers."""
         before = ModuleSnapshot(self.inner.objective.model.modules(), {}, math.inf)
         inner = dataclasses.replace(self.inner, memory="full", compiled=None)
         results = dataclasses.replace(self, inner=inner).compute(params, rule, tasks, chunk=1)
@@ -205,7 +204,7 @@ class TaskExecutor:
         return results
 
     def _examined(self, tasks: Tasks) -> str | None:
-        """Return why tasks must run one by one, None if they may be stacked, and "" if a loop is faster."""
+        """Return why tasks cannot be vectorized, None if they can, and "" if a loop is faster."""
         objective = self.inner.objective
         if self.stacking.task_chunk is None and prefers_loop(objective.model, tasks.device.type, self.params):
             return ""
@@ -215,12 +214,12 @@ class TaskExecutor:
         return self._changes(tasks) if reason is None and not _torch.functorch_is_active() else reason
 
     def _changes(self, tasks: Tasks) -> str | None:
-        """Return what changes from call to call, of modules or random generators, and put it back."""
+        """Return what a call changes in modules or random generators, or None. Undo the changes."""
         task, paths = self._first(tasks), self._paths()
         with torch.no_grad(), self._undone() as (state, generators):
             try:
                 first = self.probe(task, self.params)
-                prepared = ModuleSnapshot(paths)  # the first call may prepare the others
+                prepared = ModuleSnapshot(paths)  # the first call may initialize attributes
                 drawn = generators.moved() - {"torch"}
                 generators.restore()
                 second = self.probe(task, self.params)
@@ -363,18 +362,17 @@ class TaskExecutor:
         return objective.single(start, task.support_x, task.support_y)[0]
 
     def _learned(self) -> Learned:
-        """Return the tensors that gradients are taken of."""
         return Learned(self.params, self.inner.rule, self._modules)
 
     def _structure(self) -> Hashable:
-        """Return what changes when the tasks must be examined again."""
+        """Return a key that changes if the tasks must be inspected again."""
         objective = self.inner.objective
         policy = None if objective.norms is None else objective.norms.norms.policy
         return structure_of(objective.model), tuple(self.params), policy
 
     @property
     def _modules(self) -> list[nn.Module]:
-        """The model, and modules whose parameters are learned and do not adapt: a loss, norms of steps."""
+        """The model, and modules that are learned but not adapted: a loss, and the norms of each step."""
         objective = self.inner.objective
         per_step = None if objective.norms is None else objective.norms.norms.per_step
         parts = (objective.model, objective.loss_fn, per_step)

@@ -1,8 +1,8 @@
-"""Losses and meta-gradients that are NaN or infinite: an error that names the task, or such tasks left out.
+"""Losses and meta-gradients that are NaN or Inf: raise an error that names the task, or exclude such tasks.
 
-A gradient that is finite costs one look at it. If one is not finite, the gradient of each task is computed again,
-with its cotangents scaled to one. If all of these are finite, the gradient overflowed because the loss was scaled, as
-a ``GradScaler`` does, and the ``GradScaler`` handles it.
+A finite gradient costs only the check. If a gradient is not finite, the gradient of each task is computed again with
+cotangents scaled to one. If all of them are finite, the gradient overflowed because the loss was scaled. The
+``GradScaler`` handles that case.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,27 +31,21 @@ from metagrad.optim.rules import Rule
 Nonfinite = Literal["raise", "skip"]
 T = TypeVar("T")
 Compute = Callable[[Params, Rule, Tasks], tuple]
-"""Parameters, a rule and tasks to a tree of tensors ``[tasks, ...]``, and constants."""
+"""Maps parameters, an optimizer and tasks to a pytree of tensors ``[tasks, ...]`` and constants."""
 
 _SKIP = 'with nonfinite="skip" such tasks are left out and counted'
 
 
-def check_nonfinite(policy: object, name: str = "MAML") -> None:
-    """Raise ``ValueError`` for an unknown policy."""
-    if policy not in get_args(Nonfinite):
-        raise ValueError(f'{name}(..., nonfinite): expected "raise" or "skip", got {policy!r}.')
-
-
 def finite_tasks(results: Adaptation | Evaluation, policy: Nonfinite, name: str = "MAML") -> Tensor | None:
-    """Return which tasks have finite losses, ``[tasks]``, or None if all have.
+    """Return whether the losses of each task are finite, ``[tasks]``, or None if all are.
 
     Args:
-        results: The losses, and more.
-        policy: "raise", or "skip".
-        name: Of the algorithm.
+        results: The results with the losses.
+        policy: "raise" or "skip".
+        name: Name of the algorithm.
 
     Raises:
-        FloatingPointError: A loss is not finite, or with "skip", one of each task.
+        FloatingPointError: If a loss is not finite. With "skip", only if every task has such a loss.
     """
     losses, steps = results.all_losses.detach(), results.losses.shape[1]
     if math.isfinite(losses.sum().item()):
@@ -73,30 +67,30 @@ def finite_tasks(results: Adaptation | Evaluation, policy: Nonfinite, name: str 
 
 
 def merged(every: T, some: T, kept: Tensor) -> T:
-    """Return the results of all tasks with those of some in their places; the others get no gradient."""
+    """Return the results of all tasks, with ``some`` results in the places ``kept``. The others get no gradient."""
     return tree_map(functools.partial(_filled, kept=kept), every, some)
 
 
 def _filled(every: object, some: object, kept: Tensor) -> object:
     if not isinstance(every, Tensor) or not isinstance(some, Tensor):
         return some
-    if some.shape[1:] != every.shape[1:]:  # rows of tables, filled up with the last of each
+    if some.shape[1:] != every.shape[1:]:  # table rows: repeat the last row
         some = torch.cat([some, some[:, -1:].expand(-1, every.shape[1] - some.shape[1], *some.shape[2:])], 1)
     return every.detach().index_copy(0, kept, some)
 
 
 class Learned:
-    """The tensors that the gradients of a meta-batch are taken of, and where they are.
+    """The tensors that a meta-batch is differentiated with respect to, and their places.
 
     Args:
-        params: The parameters that are adapted.
-        rule: The inner rule.
-        modules: What may have other parameters: the model, and beside it a loss, whose are learned, but not adapted.
+        params: The adapted parameters.
+        rule: The inner optimizer.
+        modules: Modules with other learned parameters: the model, and a loss.
     """
 
     def __init__(self, params: Params, rule: Rule, modules: Sequence[nn.Module]) -> None:
         self.params, self.rule = params, rule
-        # Kept: a ``functional_call`` may have ended when the meta-batch is differentiated.
+        # The backward pass may run after the end of a ``functional_call``.
         self.places = tensor_places(*modules)
         hyper = [tensor for _, tensor in hyperparameters_in(rule)]
         tensors = [*params.values(), *hyper, *(tensor for _, tensor in self.places)]
@@ -105,7 +99,7 @@ class Learned:
 
     @contextlib.contextmanager
     def exchanged(self, others: Sequence[Tensor], *, later: bool = False) -> Generator[tuple[Params, Rule]]:
-        """Put other tensors into the places of the leaves; in modules, of those that are not adapted."""
+        """Substitute other tensors for the leaves. In modules, substitute only leaves that are not adapted."""
         exchange = {id(leaf): other for leaf, other in zip(self.leaves, others, strict=True)}
         rule = self.rule
         if self.is_rule_learned:
@@ -119,15 +113,15 @@ class Learned:
 
 
 class GradientCheck:
-    """Looks at the gradients of a meta-batch before they reach parameters, hyper-parameters or modules.
+    """Checks the gradients of a meta-batch before they reach parameters, hyperparameters or modules.
 
     Args:
-        learned: What gradients are taken of.
+        learned: The tensors that the meta-batch is differentiated with respect to.
         tasks: The tasks.
-        numbers: The numbers of the tasks in their batch; None if they are all of it.
-        skipped: Where to mark a task whose gradient is dropped, ``[tasks of the batch]``; None raises instead.
-        again: Computes a task once more, without recomputation, compilation or tasks that run together.
-        name: Of the algorithm, in errors.
+        numbers: The numbers of the tasks in their batch. None if they are the whole batch.
+        skipped: Output that marks tasks whose gradient is dropped, ``[tasks of the batch]``. None raises instead.
+        again: Computes a task again, eagerly and not vectorized, with ``memory="full"``.
+        name: Name of the algorithm in errors.
     """
 
     def __init__(
@@ -147,7 +141,7 @@ class GradientCheck:
 
     @contextlib.contextmanager
     def inputs(self) -> Generator[tuple[Params, Rule]]:
-        """Put tensors into the places of those that gradients are taken of, and look at the gradients of these."""
+        """Substitute tensors whose gradients are checked."""
         if not self._is_on:
             yield self.learned.params, self.learned.rule
             return
@@ -155,19 +149,19 @@ class GradientCheck:
             yield exchanged
 
     def outputs(self, results: T) -> T:
-        """Note the cotangents of the results, which a gradient that is not finite is computed again from."""
+        """Record the cotangents of the results. They are needed to compute the gradient of each task again."""
         if not self._is_on:
             return results
         values, spec = tree_flatten(results)
         for place, value in enumerate(values):
             if isinstance(value, Tensor) and value.requires_grad:
-                # An alias: the predictions, say, also have a cotangent that comes of the losses.
+                # An alias, since a prediction also has a cotangent from the losses.
                 values[place] = value.view_as(value)
                 values[place].register_hook(functools.partial(self._cotangents.__setitem__, place))
         return tree_unflatten(values, spec)
 
     def repaired(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients without the tasks whose gradients are not finite."""
+        """Return the gradients without the tasks whose gradients are NaN or Inf."""
         cotangents = list(self._cotangents.values())
         if not is_finite(cotangents):
             return grads
@@ -186,7 +180,7 @@ class GradientCheck:
         return [None if total is None else total * scale for total in totals]
 
     def _of_task(self, i: int, scale: float) -> list[Tensor | None]:
-        """Return the gradients that one task gives, with its cotangents divided by a number."""
+        """Return the gradients of one task, with its cotangents divided by ``scale``."""
         create_graph = torch.is_grad_enabled()
         with self._autocast.restored(), torch.enable_grad():
             variables = [leaf.view_as(leaf) for leaf in self.learned.leaves]
@@ -204,7 +198,7 @@ class GradientCheck:
 
 
 class _Entry(Function):
-    """Pass tensors on, and look at their gradients."""
+    """Identity whose gradients are checked."""
 
     @staticmethod
     def forward(ctx, check, *tensors):

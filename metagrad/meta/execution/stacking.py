@@ -1,9 +1,9 @@
-"""How many tasks run together: all at once, vmapped over stacked parameters, or one after the other.
+"""Decide how many tasks run in one vectorized pass over stacked parameters, or whether they run in a Python loop.
 
-Whether they may run together is decided in this order: :func:`loop_reason` and :func:`prefers_loop` look at the
-modules. A model that is called twice must not change from call to call, since that would happen once for all stacked
-tasks. Then torch.vmap is tried, and if it raises, the tasks run one after the other. What torch.vmap computes
-differently without an error is in the table ``RULES`` of :mod:`metagrad.meta.objective.vmap`.
+The decision has three parts. First, :func:`loop_reason` and :func:`prefers_loop` inspect the modules. Second, two
+calls of the model must agree and change nothing, since a change would happen once for all vectorized tasks. Third,
+the tasks fall back to a Python loop if torch.vmap raises. The table ``RULES`` of :mod:`metagrad.meta.objective.vmap`
+lists the operations that torch.vmap computes incorrectly without an error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _RUNNING_STATISTICS = (_torch.BatchNorm, _torch.InstanceNorm)
 
 
 class Stacking:
-    """Decides how many tasks run together, and remembers it for each structure of the model.
+    """Decides how many tasks run in one vectorized pass, once for each structure of the model.
 
-    Args:
-        task_chunk: What the user asked for; None means all.
-        name: Of the algorithm, in warnings and errors.
+    Attributes:
+        task_chunk: Maximum number of tasks in one pass. None means all tasks.
+        name: Name of the algorithm in warnings and errors.
+        functions: Custom autograd Functions in the graph of the model, by structure.
     """
 
     def __init__(self, task_chunk: int | None, name: str = "MAML") -> None:
@@ -45,16 +46,16 @@ class Stacking:
         self.functions: dict[Hashable, list[str]] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what is known by the identity of modules."""
+        """Exclude the entries that depend on the identity of modules."""
         return {**self.__dict__, "_stackable": {}, "_ran": set(), "_reruns": {}, "functions": {}}
 
     def chunk_size(self, count: int, structure: Hashable, examine: Callable[[], str | None]) -> int:
-        """Return how many tasks to compute together; 1 means one by one, without vmap.
+        """Return the number of tasks in one vectorized pass. 1 means a Python loop without vmap.
 
         Args:
             count: The number of tasks.
-            structure: What changes when the model must be examined again, see :func:`structure_of`.
-            examine: Returns why tasks must run one by one, None if they may be stacked, and "" if a loop is faster.
+            structure: A key that changes if the model must be inspected again, see :func:`structure_of`.
+            examine: Returns why tasks cannot be vectorized, None if they can, and "" if a loop is faster.
         """
         if count == 1 or self.task_chunk == 1:
             return 1
@@ -80,15 +81,15 @@ class Stacking:
         return self._reruns.get(structure)
 
     def is_tried(self, structure: Hashable) -> bool:
-        """Return whether stacked tasks have run."""
+        """Return whether vectorized tasks have run."""
         return structure in self._ran
 
     def note(self, structure: Hashable) -> None:
-        """Note that stacked tasks have run."""
+        """Record that vectorized tasks have run."""
         self._ran.add(structure)
 
     def give_up(self, structure: Hashable, error: Exception) -> None:
-        """Run tasks one by one from here on, since torch.vmap raised an error on the first batch."""
+        """Warn that torch.vmap raised. Later batches run in a loop if it raised on the first batch."""
         self._stackable[structure] = structure in self._ran
         self._warn(vmap_reason(error))
 
@@ -100,25 +101,25 @@ class Stacking:
             )
 
     def warn_once(self, message: str) -> None:
-        """Issue a warning, unless it was issued before."""
+        """Issue a warning if it is new."""
         if message not in self._warned:
             self._warned.add(message)
             warn(message)
 
 
 def may_be_of_vmap(error: Exception) -> bool:
-    """Return whether an error may be torch.vmap's. If it is the model's own, the loop raises it again."""
+    """Return whether an error may be from torch.vmap. If it is from the model, the loop raises it again."""
     return not isinstance(error, (torch.OutOfMemoryError, BudgetError))
 
 
 def vmap_reason(error: BaseException) -> str:
-    """Return in a line why torch.vmap could not take a model."""
+    """Return in one line why torch.vmap does not support a model."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line if isinstance(error, NotStackableError) else f"torch.vmap cannot take the model: {line}"
 
 
 def structure_of(model: nn.Module) -> Hashable:
-    """Return what changes when modules, hooks or flags of a model do."""
+    """Return a key that changes if modules, hooks or flags of a model change."""
     return (
         tuple(
             (
@@ -137,16 +138,16 @@ def structure_of(model: nn.Module) -> Hashable:
 
 
 def prefers_loop(model: nn.Module, device_type: str, params: Params) -> bool:
-    """Return whether tasks one by one are faster than all at once.
+    """Return whether a Python loop over tasks is faster than a vectorized pass.
 
-    With weights of its own for each task a vmapped convolution becomes a grouped one, which on CPU costs twice
-    as much as one convolution after the other (``python -m experiments.benchmarks.maml`` prints both). One whose
-    weights the tasks share is one convolution of all their examples.
+    If its weights are adapted, a vmapped convolution is a grouped convolution. On a CPU that takes twice as long as a
+    loop of convolutions (``python -m experiments.benchmarks.maml`` prints both). A convolution with shared weights
+    is one call for the examples of all tasks.
 
     Args:
         model: The model.
-        device_type: Where it is.
-        params: The parameters that adapt.
+        device_type: The device type of the model.
+        params: The adapted parameters.
     """
     adapted = {id(p) for p in params.values()}
     own = (module for module in model.modules() if any(id(p) in adapted for p in module.parameters()))
@@ -154,7 +155,7 @@ def prefers_loop(model: nn.Module, device_type: str, params: Params) -> bool:
 
 
 def loop_reason(model: nn.Module, has_norm_policy: bool = False) -> str | None:
-    """Return why torch.vmap cannot take a model, where that shows without trying."""
+    """Return why torch.vmap does not support a model, if the modules show it, otherwise None."""
     if _EVERYWHERE._global_backward_hooks or _EVERYWHERE._global_backward_pre_hooks:
         return "torch.vmap passes the backward hooks of all modules by"
     reasons = (_own_loop_reason(name, module, has_norm_policy) for name, module in named_modules(model))
@@ -162,7 +163,6 @@ def loop_reason(model: nn.Module, has_norm_policy: bool = False) -> str | None:
 
 
 def _own_loop_reason(name: str, module: nn.Module, has_norm_policy: bool) -> str | None:
-    """Return the reason for a module without its children."""
     kind = f"{type(module).__name__} ({name or 'the model itself'})"
     if isinstance(module, nn.RNNBase):
         return f"torch.vmap has no rule for {kind}"

@@ -1,4 +1,4 @@
-"""Embedding tables in an inner loop: each task adapts the rows that its examples look up."""
+"""Embedding tables in an inner loop: each task adapts only the rows that its examples use."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from metagrad.sparse.tables.touched import find_tables, touched_rows
 
 
 def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule, params: Params) -> tuple[str, ...]:
-    """Refuse tables that are not learned, and hyper-parameters for each row; return the names MAML uses.
+    """Return the names of tables as MAML uses them. Raise for frozen tables, and hyperparameters for each row.
 
     Args:
         model: The model.
         sparse: The names of tables.
-        rule: The inner rule.
-        params: The parameters that adapt.
+        rule: The inner optimizer.
+        params: The adapted parameters.
     """
     tables = find_tables("MAML(..., sparse)", model, sparse)
     for name, table in tables.items():
@@ -53,7 +53,7 @@ def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule, params: Pa
 
 
 def _check_embeddings(model: nn.Module, tables: Params) -> None:
-    """Refuse embeddings whose adapted tables get gradients that no rule takes, or are written into."""
+    """Raise for embeddings with COO gradients, which have no derivative, and for in-place writes into tables."""
     named = {id(table) for table in tables.values()}
     for name, module in named_modules(model):
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.weight.requires_grad:
@@ -91,14 +91,14 @@ def find_rows(
     chunk: int,
     norms: NormPass | None = None,
 ) -> Params:
-    """Find the rows that each task looks up, ``[tasks, R]``, by the name of the table.
+    """Return the rows that each task uses, ``[tasks, R]``, for each table.
 
     Args:
-        model: The model, called once for each input without graph.
+        model: The model. It is called once for each input, without a graph.
         sparse: The names of the tables.
         inputs: Inputs ``[tasks, n, ...]``.
-        chunk: How many tasks to compute together; 1 means one by one, without vmap.
-        norms: Whose statistics normalise.
+        chunk: How many tasks run in one vectorized pass. 1 means a Python loop without vmap.
+        norms: The policy of normalization layers.
     """
     if not sparse:
         return {}
@@ -118,22 +118,22 @@ def _called(norms: NormPass, model: nn.Module, x: Nested) -> object:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Join rows of tasks, and fill up with the last of each, so that all have as many."""
+    """Concatenate the rows of tasks. Repeat the last row of shorter tasks."""
     longest = max(rows.shape[1] for rows in parts)
     return torch.cat([torch.cat([r, r[:, -1:].expand(-1, longest - r.shape[1])], 1) for r in parts])
 
 
 @dataclass(frozen=True)
 class AdaptedTables:
-    """Predicts with adapted tables, also where an input looks up rows that the support examples do not.
+    """Predicts with adapted tables, also for rows that the support examples do not use.
 
-    The gradient of such a row is zero in every inner step, so its adapted value is what the rule makes of that.
+    The gradient of such a row is zero in every inner step. The optimizer may still change it, by weight decay.
 
     Attributes:
         inner: The inner loop.
-        used: How many of its steps each task took, ``[tasks]``.
-        rows: The rows that were adapted, ``[tasks, R]``, by the name of the table.
-        chunk: How many tasks to compute together; 1 means one by one, without vmap.
+        used: The number of steps that each task took, ``[tasks]``.
+        rows: The adapted rows of each table, ``[tasks, R]``.
+        chunk: How many tasks run in one vectorized pass. 1 means a Python loop without vmap.
     """
 
     inner: InnerLoop
@@ -142,7 +142,7 @@ class AdaptedTables:
     chunk: int
 
     def predict(self, params: Params, x: Nested) -> Nested:
-        """Return the predictions ``[tasks, n, ...]`` of adapted parameters."""
+        """Return predictions ``[tasks, n, ...]`` with adapted parameters."""
         model = self.inner.objective.model
         norms = self.inner.objective.norms
         inputs = [x] if norms is None or norms.reference is None else [x, norms.reference]
@@ -157,7 +157,7 @@ class AdaptedTables:
 
 
 def _chosen(wanted: Tensor, adapted_rows: Tensor, adapted: Tensor, resting: Tensor) -> Tensor:
-    """Take the adapted values of the rows that have one, and those at rest of the others."""
+    """Return adapted values of adapted rows, and ``resting`` values of other rows."""
     place = torch.searchsorted(adapted_rows, wanted).clamp_(max=adapted_rows.shape[1] - 1)
     is_adapted = adapted_rows.gather(1, place) == wanted
     index = place.unsqueeze(-1).expand(-1, -1, adapted.shape[-1])

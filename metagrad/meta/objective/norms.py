@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from metagrad.core import _torch
 from metagrad.core._torch import at_least_2d, named_modules
+from metagrad.core.checks import check_choice
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.reach import Place, placed
 from metagrad.core.structured import Nested
@@ -57,9 +58,7 @@ def check_norm(model: nn.Module, norm: object, steps: int, name: str = "MAML") -
     if norm is None:
         return
     call = f"{name}(..., norm={norm!r})"
-    if norm not in get_args(Norm):
-        expected = ", ".join(map(repr, get_args(Norm)))
-        raise ValueError(f"{name}(..., norm): expected None, {expected}, got {norm!r}.")
+    check_choice(f"{name}(..., norm)", norm, Norm)
     for path, module in named_modules(model):
         if isinstance(module, _torch.InstanceNorm) and module.track_running_stats:
             raise ValueError(
