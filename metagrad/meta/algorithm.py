@@ -1,4 +1,4 @@
-"""What every meta-learning algorithm is, and what it returns."""
+"""The protocol of meta-learning algorithms, and the types of their results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from metagrad.meta.objective.norms import Norm
 class Algorithm(Protocol):
     """A meta-learning algorithm: a :class:`torch.nn.Module` whose parameters are the meta-parameters.
 
-    Training, evaluation and plots need nothing else, so an algorithm that has these works with all of them.
-    ``isinstance(value, Algorithm)`` says whether both methods are there.
+    Every algorithm with these methods works with the training, evaluation and plots of ``experiments``.
+    ``isinstance(value, Algorithm)`` is true if both methods exist.
 
     Example:
         >>> maml = metagrad.MAML(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss,
@@ -28,7 +28,7 @@ class Algorithm(Protocol):
     """
 
     def __call__(self, batch: Any, *, steps: int | None = None) -> MetaOutput:
-        """Call :meth:`forward`, as modules do."""
+        """Call :meth:`forward`."""
         ...
 
     def forward(self, batch: Any, *, steps: int | None = None) -> MetaOutput:
@@ -36,30 +36,30 @@ class Algorithm(Protocol):
 
         Args:
             batch: ``support`` and ``query``, each with ``x`` and ``y``, ``[tasks, examples, ...]``.
-            steps: Another number of inner steps than that of training; 0 evaluates without adaptation.
+            steps: The number of inner steps, if it differs from training. 0 evaluates without adaptation.
         """
         ...
 
     def adapt(self, support: Any, *, steps: int | None = None) -> AdaptedModel:
-        """Adapt to the support examples of every task; ``x`` and ``y``, ``[tasks, shots, ...]``."""
+        """Adapt to the support examples of every task, ``x`` and ``y``, ``[tasks, shots, ...]``."""
         ...
 
 
 @dataclass
 class MetaOutput:
-    """The outcome of a meta-batch; everything is differentiable with respect to the meta-parameters.
+    """The results of a meta-batch. All tensors are differentiable with respect to the meta-parameters.
 
     Attributes:
-        loss: The meta-objective, a scalar: for MAML the mean query loss after adaptation, or of the
-            weighted sums of the query losses after each step.
+        loss: The meta-objective, a scalar. For MAML it is the mean query loss after adaptation. For MAML++ it is the
+            weighted sum of the query losses after each step, averaged over tasks.
         query_losses: The query loss of each task after adaptation, ``[tasks]``.
-        query_outputs: The prediction for the query inputs after adaptation, ``[tasks, queries, ...]``; where the
-            model returns anything but a tensor, that, with tensors ``[tasks, ...]``.
+        query_outputs: The predictions for the query inputs after adaptation, ``[tasks, queries, ...]``. If the model
+            returns a nested value, its tensors are ``[tasks, ...]``.
         support_losses: The support loss before each inner step, ``[tasks, steps]``.
-        steps: How many inner steps each task took before it stopped, ``[tasks]``, int64.
-        skipped: Which tasks were left out because something was not finite, ``[tasks]``, bool; their losses are
-            not part of ``loss``. The backward pass adds the tasks whose meta-gradient it drops.
-        norm: The policy of the normalisation layers, as in ``MAML(..., norm=)``; None left that to the model.
+        steps: The number of inner steps of each task before it stopped, ``[tasks]``, int64.
+        skipped: Whether each task was excluded because of NaN or Inf, ``[tasks]``, bool. ``loss`` does not contain
+            the losses of these tasks. The backward pass adds the tasks whose meta-gradient it drops.
+        norm: The policy of normalization layers, as in ``MAML(..., norm=)``.
     """
 
     loss: Tensor
@@ -83,15 +83,15 @@ class MetaOutput:
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """A model adapted to a batch of tasks; call it on inputs ``[tasks, n, ...]``.
+    """A model that was adapted to a batch of tasks. Call it on inputs ``[tasks, n, ...]``.
 
     Attributes:
         params: The adapted parameters, ``[tasks, ...]`` each.
         support_losses: The support loss before each inner step, ``[tasks, steps]``.
-        steps: How many inner steps each task took before it stopped, ``[tasks]``, int64.
-        skipped: Which tasks have no gradient because something was not finite, ``[tasks]``, bool.
-        predict: ``predict(params, inputs)``, what a call runs: the model at given parameters, tasks stacked in both.
-        rows: For each table that ``MAML(..., sparse=)`` names, which of its rows ``params`` holds, ``[tasks, R]``.
+        steps: The number of inner steps of each task before it stopped, ``[tasks]``, int64.
+        skipped: Whether each task has no gradient because of NaN or Inf, ``[tasks]``, bool.
+        predict: ``predict(params, inputs)`` calls the model with given parameters, ``[tasks, ...]`` each.
+        rows: The rows of each table of ``MAML(..., sparse=)`` that ``params`` holds, ``[tasks, R]``.
     """
 
     params: Params
@@ -105,14 +105,14 @@ class AdaptedModel:
         """Predict for the inputs of each task.
 
         Args:
-            x: ``[tasks, n, ...]``; or, as in :class:`MAML`, a dict or a tuple of the arguments of the model.
+            x: ``[tasks, n, ...]``, or a dict or a tuple of the arguments of the model as in :class:`MAML`.
 
         Returns:
-            What the model returns, with tensors ``[tasks, n, ...]``, differentiable with respect to the
+            The output of the model, with tensors ``[tasks, n, ...]``. It is differentiable with respect to the
             meta-parameters and ``x``.
 
         Raises:
-            ValueError: The number of tasks is another than the model was adapted to.
+            ValueError: If the number of tasks differs from the adaptation.
         """
         num_tasks = self.support_losses.shape[0]
         inputs = arguments(x, "AdaptedModel(x): x")

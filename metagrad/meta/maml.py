@@ -57,8 +57,8 @@ class MAML(nn.Module):
     All tasks of a batch run together. The forward pass is vectorized over tasks with :func:`torch.vmap`, and one
     backward pass computes all gradients. Models that ``torch.vmap`` does not support run task by task, with one
     warning. Examples are an LSTM, running statistics, backward hooks, and a ``forward`` that changes buffers or
-    attributes. Convolutions on a CPU also run task by task, because that is faster. metagrad calls a new model up to
-    three times on one task of the first batch to decide this.
+    attributes. Convolutions on a CPU also run task by task, because that is faster. To decide this, a new model is
+    called up to three times on one task of the first batch.
 
     Every argument is also an attribute. An assignment takes effect at the next call.
 
@@ -73,8 +73,8 @@ class MAML(nn.Module):
         steps: The number of inner steps, 0 or more.
         adapt: The parameters that are adapted to a task. A string is the name of a parameter or module, or a pattern
             such as ``"head.*"`` or ``"!head.*"`` (all except the head). A module, a list of these, or a predicate
-            ``(name, parameter) -> bool`` is also accepted. ``None`` means all parameters that require grad. The
-            others are meta-learned and shared by all tasks. The attribute is called ``adapted``.
+            ``(name, parameter) -> bool`` is also accepted. ``None`` means all parameters that require grad. Other
+            parameters are meta-learned and shared by all tasks. The attribute is called ``adapted``.
         order: 2 differentiates through the inner gradients. 1 treats them as constants (first-order MAML), so shared
             parameters get only the gradient of the query loss at the adapted parameters.
         memory: The checkpointing policy of the inner loop, see :func:`metagrad.unroll`. A budget applies to the
@@ -102,8 +102,8 @@ class MAML(nn.Module):
             :class:`metagrad.meta.Options`. They are also attributes.
 
     Raises:
-        ValueError: If an argument is out of range, no parameter of the model requires grad, ``norm`` does not fit the
-            model, or ``adapt`` or ``sparse`` names something that the model does not have.
+        ValueError: If an argument is out of range, or no parameter of the model requires grad. Also if ``norm`` does
+            not fit the model, or ``adapt`` or ``sparse`` has an unknown name.
         TypeError: If an argument has another type, or is unknown.
 
     Example:
@@ -318,7 +318,7 @@ class MAML(nn.Module):
             self.tolerance,
             self._compiler,
             None if type(self)._start is MAML._start else self._start,
-            judges_each=weights is not None and any(map(_counts, weights[:-1])),
+            evaluates_each=weights is not None and any(map(_counts, weights[:-1])),
         )
 
     def _start(self, model: nn.Module, params: Params, tasks: Tasks, stacked: bool) -> Params:

@@ -29,7 +29,7 @@ class Options:
             rows independently, as all elementwise functional optimizers do. The model runs once more on each batch
             to find the rows.
         task_chunk: How many tasks run in one vectorized pass. ``None`` means all tasks, ``1`` means a Python loop.
-        nonfinite: What happens if the loss or the meta-gradient of a task is NaN or Inf. ``"raise"`` raises an error
+        nonfinite: The treatment of a loss or meta-gradient that is NaN or Inf. ``"raise"`` raises an error
             that names the task. ``"skip"`` excludes the task from the loss and the gradient, and marks it in
             ``out.skipped``. A gradient that overflows only because the loss was scaled is left to the
             ``GradScaler``.

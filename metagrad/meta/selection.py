@@ -1,4 +1,4 @@
-"""Which parameters of a model adapt to a task: by name, by pattern, by module, or as a predicate says."""
+"""Select the adapted parameters of a model by name, pattern, module or predicate."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, TypeAlias
 from torch import nn
 
 Adapt: TypeAlias = "str | nn.Module | Sequence[str | nn.Module] | Callable[[str, nn.Parameter], bool] | None"
-"""Names, patterns and modules, or a predicate of a name and a parameter; None for all."""
+"""Names, patterns and modules, or a predicate of a name and a parameter. None selects all parameters."""
 
 _CALL = "MAML(..., adapt)"
 
 
 def select_parameters(model: nn.Module, adapt: Adapt, trained: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters that adapt, in the order of the model.
+    """Return the names of the adapted parameters, in the order of the model.
 
-    A tied parameter has all of its names: it adapts where one of them is chosen, and does not where one is excluded.
+    A tied parameter has several names. It is adapted if one of them is selected and none is excluded.
 
     Args:
         model: The model.
-        adapt: What :class:`MAML` takes.
+        adapt: The argument of :class:`MAML`.
         trained: The parameters of the model that require grad.
 
     Raises:
-        ValueError: A part of ``adapt`` matches none of them, or all parts together leave none.
-        TypeError: ``adapt`` is something else.
+        ValueError: If a part of ``adapt`` matches no parameter, or no parameter remains.
+        TypeError: If ``adapt`` has another type.
     """
     if adapt is None:
         return list(trained)
@@ -40,7 +40,6 @@ def select_parameters(model: nn.Module, adapt: Adapt, trained: Mapping[str, Any]
 
 
 def _terms(adapt: object) -> list[str | nn.Module]:
-    """Return the parts of ``adapt``."""
     terms = [adapt] if isinstance(adapt, (str, nn.Module)) else adapt
     if not isinstance(terms, Collection) or not all(isinstance(t, (str, nn.Module)) for t in terms):
         raise TypeError(
@@ -51,7 +50,7 @@ def _terms(adapt: object) -> list[str | nn.Module]:
 
 
 def _chosen(model: nn.Module, terms: list[str | nn.Module], trained: list[str]) -> list[str]:
-    # Where all parts exclude, they do so from everything.
+    # If all parts exclude, they exclude from all parameters.
     chosen = set(trained) if terms and all(map(_is_excluding, terms)) else set[str]()
     excluded = set[str]()
     for term in terms:
@@ -66,17 +65,17 @@ def _is_excluding(term: str | nn.Module) -> bool:
 def parameters_of(
     call: str, model: nn.Module, term: str | nn.Module, trained: Collection[str], kind: str = "require grad"
 ) -> set[str]:
-    """Return the parameters that a name, a pattern or a module stands for.
+    """Return the names of the parameters that match a name, a pattern or a module.
 
     Args:
-        call: What errors begin with.
+        call: The call that errors name.
         model: The model.
         term: The name, pattern or module.
-        trained: The names of the parameters that it may stand for.
-        kind: What these parameters do, for errors.
+        trained: The names of the parameters that may match.
+        kind: A property of these parameters, for errors.
 
     Raises:
-        ValueError: It stands for none of them.
+        ValueError: If no parameter matches.
     """
     if isinstance(term, nn.Module):
         own = {id(p) for p in term.parameters()}
@@ -96,12 +95,12 @@ def parameters_of(
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Say whether a pattern is a name, a module that the name lies in, or matches the name."""
+    """Return whether a pattern matches a name, or is the name of a module that contains it."""
     return name.startswith(f"{pattern}.") or name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter by its first."""
+    """Return all names of each parameter, by its first name."""
     first = {id(p): name for name, p in model.named_parameters()}
     names: dict[str, list[str]] = {name: [] for name in first.values()}
     for name, p in model.named_parameters(remove_duplicate=False):

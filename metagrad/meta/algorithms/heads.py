@@ -1,4 +1,4 @@
-"""A shared embedding, and a head that is fitted to each task: what all such algorithms have in common."""
+"""Base class of algorithms with a shared embedding and a head that is fitted to each task."""
 
 from __future__ import annotations
 
@@ -40,21 +40,20 @@ _NO_STEPS = sgd(lr=0.0)
 
 
 class HeadAlgorithm(nn.Module):
-    """Base of the algorithms that embed by a shared model and fit a head to the support embeddings of each task.
+    """Base class of algorithms that embed with a shared model and fit a head to the support embeddings of each task.
 
-    The model is called once for the support examples of all tasks, and once for their query examples, with weights
-    that are not copied. What a layer computes of a batch (the statistics of batch normalisation) it computes of one
-    task and one set, as one call for each task would.
+    The model is called once for the support examples of all tasks, and once for their query examples. Its weights are
+    not copied. Batch normalization uses the statistics of one task and one set, as separate calls would.
 
-    A subclass says what its head is: :meth:`fit` and :meth:`logits`, on the embeddings of many tasks at once.
+    A subclass implements :meth:`fit` and :meth:`logits` for the embeddings of many tasks.
 
     Args:
-        model: The embedding: returns a tensor ``[examples, ...]``, of which all axes but the first are features.
-            Called as :class:`metagrad.MAML` calls its model. All its parameters that require grad are meta-learned.
-        loss_fn: ``loss_fn(logits, target)`` for the query examples of one task, a scalar.
-        task_chunk: How many tasks run together; None means all, 1 is a loop.
-        norm: Whose statistics normalise, as of :class:`metagrad.MAML`; there are no steps, so not ``"per_step"``.
-        nonfinite: As of :class:`metagrad.MAML`.
+        model: The embedding. It returns a tensor ``[examples, ...]``, whose other axes are features. All its
+            parameters that require grad are meta-learned. It is called as in :class:`metagrad.MAML`.
+        loss_fn: ``loss_fn(logits, target) -> scalar``, for the query examples of one task.
+        task_chunk: How many tasks run in one vectorized pass. ``None`` means all tasks, ``1`` means a Python loop.
+        norm: The statistics of normalization layers, as in :class:`metagrad.MAML`. ``"per_step"`` is not supported.
+        nonfinite: The treatment of NaN and Inf, as in :class:`metagrad.MAML`.
     """
 
     def __init__(
@@ -80,12 +79,12 @@ class HeadAlgorithm(nn.Module):
         """Fit the head of each task.
 
         Args:
-            features: Support embeddings ``[tasks, shots, features]``, floating, of at least single precision.
-            labels: Their classes as one-hot vectors ``[tasks, shots, ways]``, of the same dtype. Features and
-                label of an example that is padding are zeros.
+            features: Support embeddings ``[tasks, shots, features]`` in single or double precision.
+            labels: One-hot classes ``[tasks, shots, ways]`` of the same dtype. The features and labels of padding
+                examples are zeros.
 
         Returns:
-            What :meth:`logits` needs, ``[tasks, ...]`` each.
+            The parameters of the heads for :meth:`logits`, ``[tasks, ...]`` each.
         """
         raise NotImplementedError
 
@@ -96,19 +95,19 @@ class HeadAlgorithm(nn.Module):
     def forward(
         self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
     ) -> MetaOutput:
-        """Fit the head to every task's support examples and evaluate it on its query examples.
+        """Fit the head to the support examples of every task, and evaluate it on the query examples.
 
         Args:
-            batch: In the forms that :class:`metagrad.MAML` takes; the targets of support examples are classes,
-                ``[tasks, shots]``, from 0 on, of unequal numbers of shots if need be; those with the label -100 are
-                padding. Logits of classes that a task does not have are minus infinity.
-            steps: None: there are no inner steps.
+            batch: A batch in any form that :class:`metagrad.MAML` accepts. The targets of support examples are
+                classes from 0 on, ``[tasks, shots]``. Classes may differ in their number of shots. The label -100
+                marks padding. The logits of classes that a task does not have are minus infinity.
+            steps: None, since there are no inner steps.
 
         Raises:
-            ValueError: The batch is empty, its task axes differ, a task has no support example of a class, an
-                example is padding of which the model takes batch statistics, or ``steps`` is given.
-            TypeError: The batch has another form, labels are no integers, or the model returns no tensor.
-            FloatingPointError: As :class:`metagrad.MAML` says.
+            ValueError: If the batch is empty, its task axes differ, or a task has no support example of a class. Also
+                if batch statistics would contain padding, or ``steps`` is given.
+            TypeError: If the batch has another form, labels are not integers, or the model returns no tensor.
+            FloatingPointError: As in :class:`metagrad.MAML`.
         """
         call = f"{self._name}(batch)"
         tasks = read_batch(batch, call)
@@ -122,10 +121,10 @@ class HeadAlgorithm(nn.Module):
     def adapt(
         self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
     ) -> AdaptedModel:
-        """Fit the head to every task's support examples; ``params`` of the result is what was fitted.
+        """Fit the head to the support examples of every task. The result holds the parameters of the heads.
 
         Raises:
-            ValueError: As :meth:`forward`, and so the other errors.
+            ValueError: As in :meth:`forward`. The other errors are also the same.
         """
         call = f"{self._name}.adapt(support)"
         tasks = read_support(support, call)
@@ -142,7 +141,7 @@ class HeadAlgorithm(nn.Module):
         return AdaptedModel(results.params, results.losses, results.used, skipped, predict)
 
     def extra_repr(self) -> str:
-        """Show what is not a submodule."""
+        """Return the arguments that are not submodules."""
         return f"task_chunk={self.task_chunk}, norm={self.norm!r}, nonfinite={self.nonfinite!r}"
 
     @property
@@ -150,7 +149,7 @@ class HeadAlgorithm(nn.Module):
         return type(self).__name__
 
     def _executor(self, tasks: Tasks, call: str, steps: int | None) -> TaskExecutor:
-        """Return what runs tasks, as the attributes of this module say at present."""
+        """Return the executor of a batch, for the current attributes."""
         self._check()
         if steps is not None:
             raise ValueError(
@@ -166,7 +165,7 @@ class HeadAlgorithm(nn.Module):
         return _HeadExecutor(loop, {}, (), self.nonfinite, self._stacking, self._name)
 
     def _check(self) -> None:
-        """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
+        """Raise for attributes that are out of range or have another type."""
         check_arguments(self.model, 0, 2, self.task_chunk, self._name)
         check_choice(f"{self._name}(..., nonfinite)", self.nonfinite, Nonfinite)
         check_norm(self.model, self.norm, 0, name=self._name)
@@ -177,7 +176,7 @@ class HeadAlgorithm(nn.Module):
 
 @dataclass(frozen=True)
 class _HeadObjective(TaskLoss):
-    """The loss of a head as a function of what was fitted: the embedding is shared by all tasks."""
+    """The loss of a head as a function of its parameters. All tasks share the embedding."""
 
     head: HeadAlgorithm = field(kw_only=True)
 
@@ -190,7 +189,7 @@ class _HeadObjective(TaskLoss):
         return self._logits(params, self.features(x, is_stacked=True))
 
     def features(self, x: Nested, *, is_stacked: bool) -> Tensor:
-        """Return the embeddings ``[tasks, n, features]``, of at least single precision."""
+        """Return the embeddings ``[tasks, n, features]`` in single or double precision."""
         if is_stacked:
             embedded = forward_stacked(self.model, {}, x, self.norms)
         else:
@@ -203,7 +202,7 @@ class _HeadObjective(TaskLoss):
         return widened(embedded.flatten(2))
 
     def fitted(self, features: Tensor, y: Tensor, classes: Classes) -> Params:
-        """Fit the heads; where tasks have other numbers of classes, what is fitted says which (``classes``)."""
+        """Fit the heads. If tasks differ in their number of classes, the result has a mask ``classes``."""
         if classes.is_padded:
             features = features.masked_fill((y.long() == PADDING).unsqueeze(-1), 0.0)
         labels = one_hot(y, classes.ways)
@@ -221,14 +220,14 @@ class _HeadObjective(TaskLoss):
 
 @dataclass(frozen=True)
 class _HeadLoop(InnerLoop):
-    """What stands in the place of inner steps: one fit."""
+    """A loop without steps, which fits the head once."""
 
     classes: Classes = field(kw_only=True)
 
     def run(
         self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
     ) -> Adaptation | Evaluation:
-        """Fit the head, and judge by the query examples if there are any."""
+        """Fit the head, and evaluate it on the query examples if there are any."""
         objective = self.objective
         y = tasks.support_y if self.stacked else with_task_axis(tasks.support_y)
         assert isinstance(objective, _HeadObjective)
@@ -244,11 +243,11 @@ class _HeadLoop(InnerLoop):
         if not self.stacked:
             fitted = {name: value.squeeze(0) for name, value in fitted.items()}
         none = features.new_zeros(len(y), 0)
-        return self.judged(fitted, none, y.new_zeros(len(y), dtype=torch.int64), none, tasks)
+        return self.results(fitted, none, y.new_zeros(len(y), dtype=torch.int64), none, tasks)
 
 
 class _HeadExecutor(TaskExecutor):
-    """Runs tasks whose heads are fitted, and which share all parameters."""
+    """An executor of tasks that share all parameters."""
 
     def probe(self, task: Tasks, params: Params) -> Tensor:
         """Return the embedding of one task."""
@@ -257,26 +256,26 @@ class _HeadExecutor(TaskExecutor):
 
     @property
     def _modules(self) -> list[nn.Module]:
-        """The algorithm: the embedding, what is learned of the head, and a loss that is a module."""
+        """The algorithm, which contains the embedding and the learned parameters of the head and the loss."""
         assert isinstance(self.inner.objective, _HeadObjective)
         return [self.inner.objective.head]
 
 
 def without_autocast(tensor: Tensor) -> torch.autocast:
-    """Compute in the dtypes of the tensors: linear systems have no solution in half precision."""
+    """Disable autocast, since linear solvers do not support half precision."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 PADDING = -100
-"""The label of padding, which fills up tasks of fewer support examples."""
+"""The label of padding examples, which make all tasks equally large."""
 
 
 class Classes(NamedTuple):
     """The classes of a batch of tasks.
 
     Attributes:
-        ways: The most classes of a task.
-        differ: Whether a task has fewer.
+        ways: Maximum number of classes in a task.
+        differ: Whether a task has fewer classes.
         is_padded: Whether a support or a query example is padding.
     """
 
@@ -291,7 +290,7 @@ class Classes(NamedTuple):
 
 
 def read_classes(call: str, tasks: Tasks, loss_fn: LossFn) -> Classes:
-    """Read the classes; refuse invalid labels, and classes of which a task has no support example."""
+    """Return the classes. Raise for invalid labels, and for classes without support examples."""
     y = tasks.support_y
     if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool or y.ndim != 2:
         raise TypeError(
@@ -331,7 +330,7 @@ def read_classes(call: str, tasks: Tasks, loss_fn: LossFn) -> Classes:
 
 
 def _queries(y: Nested | None, loss_fn: LossFn, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Say which query labels are no class of their task, and which the loss ignores, where it takes labels."""
+    """Return masks of the query labels that are not classes of their task, and of those that the loss ignores."""
     ignored = ignored_label(loss_fn)
     if ignored is None or not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 2:
         return present.new_zeros(()), present.new_zeros(())
@@ -341,12 +340,12 @@ def _queries(y: Nested | None, loss_fn: LossFn, present: Tensor) -> tuple[Tensor
 
 
 def one_hot(y: Tensor, ways: int) -> Tensor:
-    """Return one-hot vectors ``[tasks, shots, ways]``, bool; zeros for padding."""
+    """Return one-hot vectors ``[tasks, shots, ways]``, bool. They are zero for padding."""
     return y.unsqueeze(-1) == torch.arange(ways, device=y.device)
 
 
 def described(value: Any) -> str:
-    """Describe for an error what came instead of a tensor of some kind."""
+    """Return a description of a value for an error."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(restored(value)).__name__

@@ -1,4 +1,4 @@
-"""iMAML: the derivative of a regularised minimum, instead of that of the steps that lead there."""
+"""iMAML: implicit differentiation of a regularized minimum instead of the inner steps."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _CALL = "iMAML(..., hypergradient)"
 
 
 @dataclass(frozen=True)
-class _Proximal:
-    """A rule whose steps also descend half the squared distance to their start, with a weight.
+class _ProximalOptimizer:
+    """An optimizer that adds a proximal term, half the squared distance to the initial parameters.
 
     Attributes:
-        rule: The rule that takes the steps.
-        weight: The weight.
+        rule: The optimizer of the steps.
+        weight: The weight of the proximal term.
     """
 
     rule: Rule
     weight: float | Tensor
 
     def init(self, params: Params) -> tuple[Params, Any]:
-        """Return the start, and the state of the rule."""
+        """Return the initial parameters and the state of the optimizer."""
         return params, self.rule.init(params)
 
     def update(self, grads: Params, state: tuple[Params, Any], params: Params) -> tuple[Params, Any]:
@@ -51,32 +51,33 @@ class _Proximal:
 
 
 class iMAML(MAML):  # noqa: N801 - the name of the paper
-    r"""Implicit MAML: tasks adapt to a minimum that a proximal term holds near the initialisation.
+    r"""Implicit MAML: tasks adapt to a minimum that a proximal term keeps near the initialization.
 
     .. math::
         \phi_i^*(\theta) = \arg\min_\phi L_i^{\mathrm{support}}(\phi) + \frac{\lambda}{2} |\phi - \theta|^2, \qquad
         \frac{d\phi_i^*}{d\theta} = \Bigl( I + \frac{1}{\lambda} \nabla^2 L_i^{\mathrm{support}}(\phi_i^*) \Bigr)^{-1}
 
-    The inverse is applied to the gradient of the query loss, of all tasks together, by ``hypergradient``. Memory does
-    not grow with ``steps``, and any rule may take them; the meta-gradient is as right as they converge.
+    ``hypergradient`` applies the inverse to the gradient of the query loss of all tasks. Memory does not grow with
+    ``steps``, and any optimizer may compute them. The meta-gradient is only as accurate as the minimum.
 
     Args:
-        model: As of :class:`MAML`.
-        loss_fn: As of :class:`MAML`.
-        inner: The rule of the inner steps; its hyper-parameters are numbers, for a minimum does not depend on them.
-        steps: The number of inner steps: enough to come close to the minimum.
-        proximal: The number :math:`\lambda`, above 0; the paper takes 2 for Omniglot with 5 ways and 0.5 for
-            mini-ImageNet. Above the most negative curvature of the support loss, or the solve raises.
-        hypergradient: The inverse; None is `CG(steps=5)`, conjugate gradients from zero as in the paper. How much a
-            step adds depends on the curvature over :math:`\lambda`: on a small regression with the 2 of the paper, 5
-            steps leave 1.1 % of the inverse, 6 leave 0.4 % and 10 leave 0.01 %.
-        matrix: ``"hessian"``, or ``"ggn"``: the Gauss-Newton matrix of model and loss in place of the Hessian of the
-            support loss. It is never indefinite if the loss is convex, so the solve works far from a minimum, and it
-            is the Hessian where the model fits its support examples.
-        **arguments: As of :class:`MAML`.
+        model: The model, as in :class:`MAML`.
+        loss_fn: The loss function, as in :class:`MAML`.
+        inner: The functional optimizer of the inner steps. Its hyperparameters must be numbers, since a minimum does
+            not depend on them.
+        steps: The number of inner steps. Use enough steps to come close to the minimum.
+        proximal: The weight :math:`\lambda`, above 0. The paper uses 2 for 5-way Omniglot and 0.5 for mini-ImageNet.
+            It must exceed the magnitude of the most negative curvature of the support loss, or the solver raises.
+        hypergradient: The solver of the linear system. The default is ``CG(steps=5)``, conjugate gradients from zero
+            as in the paper. The error depends on the ratio of curvature to :math:`\lambda`. On a small regression
+            with :math:`\lambda = 2`, it is 1.1 % after 5 steps and 0.01 % after 10 steps.
+        matrix: ``"hessian"`` is the Hessian of the support loss. ``"ggn"`` is the Gauss-Newton matrix of the model and
+            the loss. It is never indefinite if the loss is convex, so the solver also works far from a minimum. Both
+            are equal if the model fits its support examples.
+        **arguments: Other arguments of :class:`MAML`.
 
     Raises:
-        ValueError: As :class:`MAML`.
+        ValueError: As in :class:`MAML`.
 
     Example:
         >>> imaml = metagrad.iMAML(
@@ -138,10 +139,12 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
                 "torch.autograd.grad."
             )
         inner = super()._inner_loop(steps, tasks)
-        return dataclasses.replace(inner, rule=_Proximal(inner.rule, self.proximal), minimum=self._at_minimum)
+        return dataclasses.replace(
+            inner, rule=_ProximalOptimizer(inner.rule, self.proximal), minimum=self._at_minimum
+        )
 
     def _at_minimum(self, loss: Loss, rule: Any, start: Params, params: Params, tasks: Tasks) -> Params:
-        """Give adapted parameters the derivative of the minimum of the support loss and its proximal term."""
+        """Attach the derivative of the minimum to adapted parameters."""
 
         def losses(values: Params) -> Tensor | SplitLoss:
             found, outputs = loss(values, tasks.support_x, tasks.support_y)
@@ -167,7 +170,7 @@ def _check_weight(weight: object) -> None:
 
 
 def _check_rule(rule: Rule) -> None:
-    """Raise for hyper-parameters that are learned, and for decay, which moves the minimum."""
+    """Raise for learned hyperparameters, and for weight decay, which moves the minimum."""
     learned = [name for name, value in hyperparameters_in(rule) if value.requires_grad]
     if learned:
         raise ValueError(
@@ -182,7 +185,7 @@ def _check_rule(rule: Rule) -> None:
 
 
 def _decays(rule: Any) -> Iterator[Any]:
-    """Yield the weight decay of a rule, and of the rules that it is made of."""
+    """Yield the weight decay of an optimizer and of its parts."""
     if isinstance(rule, (tuple, list)):
         for part in cast("Iterable[Any]", rule):
             yield from _decays(part)

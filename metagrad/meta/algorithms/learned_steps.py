@@ -1,4 +1,4 @@
-"""Learned steps: Meta-SGD learns a learning rate for every entry, Meta-Curvature a matrix for every axis."""
+"""Meta-SGD learns a learning rate for every entry. Meta-Curvature learns a matrix for every axis."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ PER = ("entry", "tensor", "step")
 
 
 class MetaSGD(MAML):
-    r"""Meta-SGD: learn the initialisation, and with it the direction and the length of the inner steps.
+    r"""Meta-SGD: learn the initialization and the learning rates of the inner steps.
 
     .. math:: \phi_{t+1} = \phi_t - \alpha \circ \nabla L_i^{\mathrm{support}}(\phi_t)
 
-    with :math:`\alpha` of the shape of the parameters and learned as they are, by the loss of the query examples.
-    Nothing keeps a learned rate positive. The paper takes one step, on 4-conv networks.
+    The learning rates :math:`\alpha` have the shape of the parameters. The query loss trains both. A learned rate may
+    become negative. The paper uses one step, with networks of four convolutions.
 
     Args:
-        model: As of :class:`MAML`.
-        loss_fn: As of :class:`MAML`.
-        lr: The rate that all entries start from; the paper draws it from [0.005, 0.1].
+        model: The model, as in :class:`MAML`.
+        loss_fn: The loss function, as in :class:`MAML`.
+        lr: The initial learning rate. The paper samples it from [0.005, 0.1].
         steps: The number of inner steps.
-        per: Whether there is a rate for every ``"entry"`` of every parameter, as in the paper; for every
-            ``"tensor"``; or for every ``"step"``, so that an evaluation takes no more steps than the training.
-        **arguments: As of :class:`MAML`.
+        per: ``"entry"`` learns one rate for every entry of every parameter, as in the paper. ``"tensor"`` learns one
+            rate for every parameter. ``"step"`` learns one rate for every step, so an evaluation cannot use more
+            steps than training.
+        **arguments: Other arguments of :class:`MAML`, except ``inner``.
 
     Raises:
-        ValueError: ``per`` is unknown, ``lr`` is negative, or :class:`MAML` refuses the other arguments.
+        ValueError: If ``per`` is unknown, ``lr`` is negative, or :class:`MAML` raises for another argument.
 
     Example:
         >>> meta_sgd = metagrad.MetaSGD(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, lr=0.1, steps=1)
@@ -78,28 +79,28 @@ def _rates(params: Params, lr: float, per: str, steps: int) -> Hyperparameter:
 
 
 class MetaCurvature(MAML):
-    r"""Meta-Curvature: learn the initialisation, and matrices along the axes of every parameter.
+    r"""Meta-Curvature: learn the initialization, and matrices for the axes of every parameter.
 
     .. math::
         \phi_{t+1} = \phi_t - \alpha \, \nabla L_i^{\mathrm{support}}(\phi_t) \times_1 M_o \times_2 M_i \times_3 M_f
 
-    with a matrix for the outputs, the inputs and the filter of a convolution, the first two of a linear layer, and a
-    diagonal for a bias or a norm. All are the identity at the start, so that it begins as :class:`MAML` does, and
-    are learned as the initialisation is. Any inner rule takes the products as its gradients.
+    A convolution has a matrix for its outputs, its inputs and its filter. A linear layer has a matrix for its outputs
+    and its inputs. A bias or a norm has a diagonal matrix. All matrices start as the identity, so training starts as
+    :class:`MAML`. The query loss trains them with the initialization. ``inner`` uses the products as gradients.
 
-    A matrix has the square of the size of its axis as elements: 4096 inputs make one of 64 MiB.
+    A matrix for n inputs has n² entries. For 4096 inputs it needs 64 MiB.
 
     Args:
-        model: As of :class:`MAML`.
-        loss_fn: As of :class:`MAML`.
-        inner: The rule that sees the products; in the paper gradient descent with a fixed rate.
+        model: The model, as in :class:`MAML`.
+        loss_fn: The loss function, as in :class:`MAML`.
+        inner: The functional optimizer that gets the products. The paper uses SGD with a fixed learning rate.
         steps: The number of inner steps.
-        psd: Multiply by :math:`M^\top M`, so that no learned matrix turns a gradient round: the linear
+        psd: Whether to multiply by :math:`M^\top M`, which cannot reverse a gradient. This is the linear
             Kronecker-factored optimizer of Arnold et al.
-        **arguments: As of :class:`MAML`. A table in ``sparse`` has a matrix for its columns alone.
+        **arguments: Other arguments of :class:`MAML`. A table in ``sparse`` has a matrix only for its columns.
 
     Raises:
-        ValueError: :class:`MAML` refuses the other arguments.
+        ValueError: If :class:`MAML` raises for another argument.
 
     Example:
         >>> curved = metagrad.MetaCurvature(torch.nn.Linear(2, 3), torch.nn.functional.mse_loss,
@@ -131,7 +132,7 @@ class MetaCurvature(MAML):
 
 
 def _identities(param: Tensor, *, is_table: bool) -> tuple[nn.Parameter | None, ...]:
-    """Return the identity for each of the first two axes and for the others together; a diagonal for one axis."""
+    """Return an identity for each of the first two axes, and one for all further axes. Return ones for one axis."""
     if param.ndim < 2:
         return (nn.Parameter(torch.ones_like(param.detach().reshape(-1))),)
     sizes = param.flatten(2).shape if param.ndim > 2 else param.shape

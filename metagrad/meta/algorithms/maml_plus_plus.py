@@ -1,4 +1,4 @@
-"""MAML++: a loss after every step, learned rates, norms of their own for every step, and schedules of these."""
+"""MAML++: MAML with a multi-step loss, learned learning rates, and separate norms for each step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from metagrad.meta.options import refuse_fixed
 from metagrad.optim.rules import sgd
 
 QueryWeights: TypeAlias = "Sequence[float | Tensor] | Tensor"
-"""A weight for each inner step."""
+"""One weight for each inner step."""
 
 T = TypeVar("T")
 
 
 def _annealed(read: Callable[[Any], T], assigned: str) -> T:
-    """Make a property of an attribute of :class:`MAML`: what was assigned is kept under a name of its own."""
+    """Return a property for an attribute of :class:`MAML`. The assigned value has another name."""
 
     def write(self: nn.Module, value: T) -> None:
         setattr(self, assigned, value)
@@ -32,41 +32,41 @@ def _annealed(read: Callable[[Any], T], assigned: str) -> T:
 
 
 class MAMLPlusPlus(MAML):
-    r"""MAML++: MAML with a multi-step loss, rates for every parameter and step, and norms of their own for each step.
+    r"""MAML++: MAML with a multi-step loss, and separate learning rates and norms for each step.
 
     .. math::
         \min_{\theta, \alpha} \; \frac{1}{|\mathcal T|} \sum_{i \in \mathcal T} \sum_{t=1}^{T}
             w_t L_i^{\mathrm{query}}(\phi_t), \qquad
         \phi_{t+1}^p = \phi_t^p - \alpha_t^p \nabla_{\phi^p} L_i^{\mathrm{support}}(\phi_t)
 
-    for every parameter :math:`p`, with the learned rates :math:`\alpha_t^p`. After update :math:`e` of :math:`E`
+    Every parameter :math:`p` has learned learning rates :math:`\alpha_t^p`. After update :math:`e` of :math:`E`
     (``multi_step_updates``) the weights are :math:`w_t = (1 - e/E) / T` for :math:`t < T` and
-    :math:`w_T = 1 - (T - 1)(1 - e/E) / T`: at first all steps count alike, then the last alone. Inner gradients are
-    constants for the first ``first_order_updates``. Call :meth:`advance` after each update of the meta-parameters;
-    the count is a buffer, ``updates``, and is saved with the state.
+    :math:`w_T = 1 - (T - 1)(1 - e/E) / T`. So all steps count equally at first, and only the last step counts in the
+    end. Inner gradients are constants during the first ``first_order_updates``. Call :meth:`advance` after each
+    update of the meta-parameters. The buffer ``updates`` counts these calls.
 
-    The paper also lets the outer learning rate fall along a cosine, as ``CosineAnnealingLR`` does
-    (``schedule=cosine`` of the experiments).
+    The paper also uses a cosine schedule for the outer learning rate, as ``CosineAnnealingLR`` does
+    (``schedule=cosine`` in the experiments).
 
     Args:
-        model: As of :class:`MAML`.
-        loss_fn: As of :class:`MAML`.
-        lr: The rate that all parameters and steps start from.
-        steps: The number of inner steps; an evaluation takes no more.
-        multi_step_updates: After how many updates the last query loss alone counts; 0 from the first on.
-        first_order_updates: How many updates take inner gradients as constants.
-        norm: As of :class:`MAML`; None for models without batch normalisation. The paper speaks of running
-            statistics of each step, ``"per_step"``; its code normalises by those of the set at hand, in evaluation
-            too, which is the default. A model that is trained so and evaluated with running ones adapts by gradients
-            it has never seen, and may diverge.
-        order: The order after those; assigned, it is that.
-        query_weights: The weights of the query losses after each inner step in ``out.loss``, numbers or 0-d tensors,
-            which may be learned; they take the place of those that anneal. A call with another number of steps than
-            there are weights counts only the last loss.
-        **arguments: As of :class:`MAML`.
+        model: The model, as in :class:`MAML`.
+        loss_fn: The loss function, as in :class:`MAML`.
+        lr: The initial learning rate of all parameters and steps.
+        steps: The number of inner steps. An evaluation cannot use more.
+        multi_step_updates: The number of updates after which only the last query loss counts.
+        first_order_updates: The number of first updates that treat inner gradients as constants.
+        norm: The statistics of normalization layers, as in :class:`MAML`. Pass None for models without batch
+            normalization. The paper describes running statistics of each step, ``"per_step"``. Its code uses the
+            statistics of the current set, also in evaluation, which is the default here. Do not train with one and
+            evaluate with the other, since adaptation may diverge.
+        order: The order after the first-order updates.
+        query_weights: The weights of the query losses after each inner step, numbers or 0-d tensors. Tensors may be
+            learned. They replace the annealed weights. If a call has another number of steps, only its last loss
+            counts.
+        **arguments: Other arguments of :class:`MAML`, except ``inner``.
 
     Raises:
-        ValueError: A number of updates is negative, ``lr`` is negative, or :class:`MAML` refuses the other arguments.
+        ValueError: If a number of updates or ``lr`` is negative, or :class:`MAML` raises for another argument.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
@@ -118,16 +118,16 @@ class MAMLPlusPlus(MAML):
         self.inner = sgd(lr=[_rates(params, lr) for _ in range(steps)]) if steps else sgd(lr=lr)
 
     def advance(self) -> None:
-        """Count an update of the meta-parameters, which moves what anneals."""
+        """Count an update of the meta-parameters. This advances the schedules."""
         self.updates += 1
 
     def _order_now(self) -> int:
-        """The order at this update."""
+        """Return the order at this update."""
         is_first = self.first_order_updates and int(self.updates) < self.first_order_updates
         return 1 if is_first else self._order
 
     def _query_weights_now(self) -> QueryWeights | None:
-        """The weights of the query losses at this update, unless others were given."""
+        """Return the weights of the query losses at this update."""
         if self._query_weights is not None or not self.multi_step_updates or not self.steps:
             return self._query_weights
         early = max(0.0, 1 - int(self.updates) / self.multi_step_updates) / self.steps
@@ -146,7 +146,7 @@ class MAMLPlusPlus(MAML):
 
 
 def _check_query_weights(weights: Any, steps: int) -> None:
-    """Raise for what is not a weight for each of the steps, and for weights that are all zero."""
+    """Raise unless there is one weight for each step, and one weight is not zero."""
     if weights is None:
         return
     call = "MAMLPlusPlus(..., query_weights)"

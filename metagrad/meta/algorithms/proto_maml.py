@@ -1,4 +1,4 @@
-"""Proto-MAML: inner steps that start from a prototypical network."""
+"""Proto-MAML: the inner steps start from a prototypical network."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from metagrad.sparse.tables.embedding import embedding
 
 
 class ProtoMAML(MAML):
-    r"""MAML whose head starts, in each task, as the one that makes the model a prototypical network.
+    r"""Proto-MAML: the initial head of each task makes the model a prototypical network.
 
     .. math::
         w_k = 2 c_k, \quad b_k = -\lVert c_k \rVert^2, \qquad
         c_k = \frac{1}{|S_k|} \sum_{x \in S_k} f_\theta(x)
 
-    for the support examples :math:`S_k` of class k and the embedding :math:`f_\theta`, which is what the head is
-    given. All parameters are adapted from there. With ``steps=0`` it is the prototypical network. The meta-gradient
-    goes through the prototypes into the body, as in the paper, with ``order=1`` too (some implementations detach
-    them); the head's own parameters have no part in it. Tasks have as many classes as the head has outputs, and
-    classes may differ in size.
+    Here :math:`S_k` are the support examples of class k, and the embedding :math:`f_\theta` is the input of the head.
+    All parameters are adapted from this initialization. With ``steps=0`` the model is the prototypical network. The
+    meta-gradient includes the prototypes, as in the paper, also with ``order=1`` (some implementations detach them).
+    The parameters of the head in the model are not used. Every task must have as many classes as the head has
+    outputs. Classes may differ in size.
 
     Args:
         model: A classifier that ends in a linear layer.
-        loss_fn: As of :class:`MAML`; cross-entropy, say.
-        inner: As of :class:`MAML`.
-        steps: As of :class:`MAML`.
-        head: The name of that layer, an ``nn.Linear`` with bias.
-        **arguments: As of :class:`MAML`.
+        loss_fn: The loss function, such as cross-entropy.
+        inner: The functional optimizer of the inner steps.
+        steps: The number of inner steps.
+        head: The name of the last layer, an ``nn.Linear`` with bias.
+        **arguments: Other arguments of :class:`MAML`.
 
     Raises:
-        ValueError: As :class:`MAML`; there is no such layer, or it is no ``nn.Linear`` with bias; or when called, a
-            class of a task has no support example.
-        TypeError: As :class:`MAML`.
+        ValueError: If ``head`` is not an ``nn.Linear`` with bias, or :class:`MAML` raises for another argument. A
+            call raises if a class of a task has no support example.
+        TypeError: As in :class:`MAML`.
 
     Example:
         >>> model = metagrad.models.Conv4(5, hidden=8)
@@ -77,7 +77,7 @@ class ProtoMAML(MAML):
         self._head(model)
 
     def _head(self, model: nn.Module) -> nn.Linear:
-        """Return the head; raise if it is not a linear layer with bias."""
+        """Return the head. Raise unless it is a linear layer with bias."""
         layer = dict(named_modules(model)).get(self.head_name)
         if isinstance(layer, nn.Linear) and is_a(layer.bias, Tensor):
             return layer
@@ -99,7 +99,7 @@ class ProtoMAML(MAML):
         return super()._inner_loop(steps, tasks)
 
     def _start(self, model: nn.Module, params: Params, tasks: Tasks, stacked: bool) -> Params:
-        """Return weight and bias of the head, in each task."""
+        """Return the initial weight and bias of the head for each task."""
         assert isinstance(tasks.support_y, Tensor)
         compute: Callable[..., Params] = functools.partial(self._prototypes, model, params)
         compute = vmapped(compute) if stacked else compute
@@ -109,7 +109,7 @@ class ProtoMAML(MAML):
     def _prototypes(
         self, model: nn.Module, params: Params, rows: Params, tables: Params, x: Nested, y: Tensor
     ) -> Params:
-        """Return weight and bias for the support examples of one task."""
+        """Return the initial weight and bias for the support examples of one task."""
         layer = self._head(model)
         with substituted(model, values_for(model, {**params, **tables}, rows, self.sparse)):
             features = _given(model, layer, x, y.shape[0])
@@ -124,7 +124,7 @@ class ProtoMAML(MAML):
 
 
 def _given(model: nn.Module, layer: nn.Linear, x: Nested, count: int) -> Tensor:
-    """Return what the head is given, ``[examples, features]``."""
+    """Return the input of the head, ``[examples, features]``."""
     given: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

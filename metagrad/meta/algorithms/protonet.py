@@ -15,25 +15,26 @@ Distance = Literal["euclidean", "cosine"]
 
 
 class ProtoNet(HeadAlgorithm):
-    r"""Prototypical network: a class is the mean of its support embeddings.
+    r"""Prototypical network: each class is represented by the mean of its support embeddings.
 
     .. math::
         c_k = \frac{1}{|S_k|} \sum_{(x, y) \in S_k} f_\theta(x), \qquad
         \log p(y = k \mid x) = -\gamma \, \lVert f_\theta(x) - c_k \rVert^2 + \mathrm{const}
 
-    or, with ``distance="cosine"``, :math:`\gamma \cos(f_\theta(x), c_k)`. The classes of a task may have unequal
-    numbers of shots.
+    With ``distance="cosine"`` the logits are :math:`\gamma \cos(f_\theta(x), c_k)`. The classes of a task may differ
+    in their number of shots.
 
     Args:
-        model: The embedding :math:`f_\theta`: returns ``[examples, ...]``, of which all axes but the first are
-            features; all its parameters that require grad are meta-learned. Called as :class:`metagrad.MAML` does.
-        loss_fn: ``loss_fn(logits, target)`` for the query examples of one task, a scalar.
-        distance: ``"euclidean"``, squared, as in the paper, or ``"cosine"``, whose logits lie within ``scale``.
-        scale: :math:`\gamma`; meta-learned if it is a :class:`torch.nn.Parameter`.
-        **arguments: ``task_chunk``, ``norm`` and ``nonfinite`` as of :class:`metagrad.MAML`.
+        model: The embedding :math:`f_\theta`. It returns ``[examples, ...]``, whose other axes are features. All its
+            parameters that require grad are meta-learned. It is called as in :class:`metagrad.MAML`.
+        loss_fn: ``loss_fn(logits, target) -> scalar``, for the query examples of one task.
+        distance: ``"euclidean"`` is the squared distance of the paper. The logits of ``"cosine"`` are bounded by
+            ``scale``.
+        scale: The factor :math:`\gamma`. It is meta-learned if it is a :class:`torch.nn.Parameter`.
+        **arguments: ``task_chunk``, ``norm`` and ``nonfinite``, as in :class:`metagrad.MAML`.
 
     Raises:
-        ValueError: ``distance`` is none of these.
+        ValueError: If ``distance`` is unknown.
 
     Example:
         >>> protonet = metagrad.ProtoNet(torch.nn.Identity())
@@ -64,7 +65,7 @@ class ProtoNet(HeadAlgorithm):
     def fit(self, features: Tensor, labels: Tensor) -> Params:
         """Return the prototypes ``[tasks, ways, features]``."""
         shots = labels.sum(1).unsqueeze(-1)
-        # Of a class that only other tasks have: ones, whose norm has derivatives.
+        # The prototype of a missing class is ones, so that the derivative of its norm is finite.
         return {"prototypes": (labels.mT @ features + (shots == 0)) / shots.clamp(min=1.0)}
 
     def logits(self, fitted: Params, features: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reptile: the meta-gradient is by how much the tasks moved the parameters, back."""
+"""Reptile: the meta-gradient is the initial minus the adapted parameters."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ Examples = Literal["all", "support"]
 
 
 class Reptile(MAML):
-    r"""Learn parameters close to what all tasks come to, without differentiating through the inner steps.
+    r"""Reptile: learn an initialization near the adapted parameters of all tasks, without second derivatives.
 
     .. math::
         \nabla_\theta \, \mathrm{loss} := \frac{1}{|\mathcal T|} \sum_{i \in \mathcal T} (\theta - \phi_i), \qquad
         \phi_i = U_i^{\mathrm{steps}}(\theta)
 
-    so that ``torch.optim.SGD(learner.parameters(), lr=epsilon)`` takes the steps
-    :math:`\theta \leftarrow \theta + \frac{\epsilon}{n} \sum_i (\phi_i - \theta)` of the batched version, and of the
-    serial one where batches have one task; any other optimizer is given the same gradient. The value of ``loss`` is
-    the mean query loss after adaptation, as MAML's. No graph of a step is kept. A second derivative is refused: there
-    is no function with that gradient.
+    With ``torch.optim.SGD(learner.parameters(), lr=epsilon)`` the outer step is the batched version of the paper,
+    :math:`\theta \leftarrow \theta + \frac{\epsilon}{n} \sum_i (\phi_i - \theta)`. For batches of one task it is the
+    serial version. Any other optimizer gets the same gradient. The value of ``loss`` is the mean query loss after
+    adaptation, as in MAML. No graph of a step is stored. Second derivatives raise an error, since no function has
+    this gradient.
 
-    Protocol: a task is trained on all of its examples, so in training, with ``examples="all"``, the inner steps see
-    support and query examples, and the loss that is returned is one of training. In ``eval()`` and under
-    ``torch.no_grad()`` they see the support examples alone, and the loss is that of MAML. Each inner step takes all
-    examples at once, where the paper draws minibatches of them.
+    Protocol: Reptile trains on all examples of a task. In training with ``examples="all"``, the inner steps use the
+    support and the query examples, so ``loss`` is a training loss. In ``eval()`` and under ``torch.no_grad()`` they
+    use only the support examples, and the loss is the loss of MAML. Each inner step uses all examples. The paper
+    samples mini-batches.
 
     Args:
-        model: As of :class:`MAML`.
-        loss_fn: As of :class:`MAML`.
-        inner: As of :class:`MAML`, any rule; nothing of it is learned.
-        steps: As of :class:`MAML`; the paper takes 5 to 10.
-        examples: What the inner steps of training see: ``"all"`` examples, or those of ``"support"``.
-        **arguments: As of :class:`MAML`, without ``adapt``, ``order`` and ``truncate``.
+        model: The model, as in :class:`MAML`.
+        loss_fn: The loss function, as in :class:`MAML`.
+        inner: The functional optimizer of the inner steps, without learned hyperparameters.
+        steps: The number of inner steps. The paper uses 5 to 10.
+        examples: The examples of the inner steps in training, ``"all"`` or ``"support"``. Use ``"support"`` for
+            models with a fixed number of examples, such as graph networks.
+        **arguments: Other arguments of :class:`MAML`, except ``adapt``, ``order`` and ``truncate``.
 
     Raises:
-        ValueError: As :class:`MAML`; ``examples`` is something else; a hyper-parameter of ``inner`` or the loss
-            is to be learned, which gets no gradient.
-        TypeError: As :class:`MAML`.
+        ValueError: If ``examples`` is unknown, a hyperparameter of ``inner`` or the loss would be learned, or
+            :class:`MAML` raises for another argument.
+        TypeError: As in :class:`MAML`.
 
     Example:
         >>> model = torch.nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""Heads by ridge regression, in closed form."""
+"""R2D2: a linear head by ridge regression in closed form."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from metagrad.meta.algorithms.heads import HeadAlgorithm
 def ridge(x: Tensor, y: Tensor, penalty: float | Tensor) -> Tensor:
     r"""Return the weights :math:`\arg\min_W \lVert X W - Y \rVert^2 + \lambda \lVert W \rVert^2`.
 
-    They are the solution of a system of as many equations as there are examples, or features if these are fewer,
+    The size of the linear system is the number of examples or features, whichever is smaller. The result is
     differentiable at every order.
 
     Args:
         x: Examples ``[tasks, n, features]``.
         y: Targets ``[tasks, n, ways]``.
-        penalty: :math:`\lambda`, positive.
+        penalty: The positive number :math:`\lambda`.
 
     Returns:
-        ``[tasks, features, ways]``.
+        Weights ``[tasks, features, ways]``.
     """
     if x.shape[-2] < x.shape[-1]:
         return x.mT @ solved(x @ x.mT, penalty, y)
@@ -35,13 +35,13 @@ def ridge(x: Tensor, y: Tensor, penalty: float | Tensor) -> Tensor:
 
 
 def solved(gram: Tensor, penalty: float | Tensor, b: Tensor) -> Tensor:
-    r"""Return :math:`(G + \lambda I)^{-1} B`; NaN in one task is NaN there, for its loss to tell."""
+    r"""Return :math:`(G + \lambda I)^{-1} B`. NaN in one task does not affect other tasks."""
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return linalg.solve_ex(gram + penalty * eye, b)[0]
 
 
 def with_ones(features: Tensor, labels: Tensor | None = None) -> Tensor:
-    """Append the feature whose weight is the intercept; 1, and 0 for what has no label."""
+    """Append a constant feature for the intercept. It is 1, or 0 for examples without a label."""
     if labels is None:
         return F.pad(features, (0, 1), value=1.0)
     return torch.cat([features, labels.sum(-1, keepdim=True)], dim=-1)
@@ -55,21 +55,22 @@ class R2D2(HeadAlgorithm):
             = X_i^\top (X_i X_i^\top + \lambda I)^{-1} Y_i, \qquad
         \mathrm{logits} = \alpha \, f_\theta(x) W_i + \beta
 
-    where the rows of :math:`X_i` are the support embeddings with a 1 appended, for an intercept, and those of
-    :math:`Y_i` one-hot classes. :math:`\theta` and the three numbers are meta-learned; :math:`\lambda` and
-    :math:`\alpha` stay positive, since their logarithms are the parameters (``log_penalty``, ``log_scale``).
-    Gradients go through the solution of the system, whose size is that of the smaller of shots and features.
+    The rows of :math:`X_i` are the support embeddings with a 1 appended for the intercept. The rows of :math:`Y_i`
+    are one-hot classes. :math:`\theta`, :math:`\lambda`, :math:`\alpha` and :math:`\beta` are meta-learned.
+    :math:`\lambda` and :math:`\alpha` stay positive, since the parameters are their logarithms (``log_penalty``,
+    ``log_scale``). The size of the linear system is the number of shots or features, whichever is smaller.
 
     Args:
-        model: The embedding :math:`f_\theta`, as of :class:`metagrad.ProtoNet`.
-        loss_fn: ``loss_fn(logits, target)`` for the query examples of one task, a scalar.
-        penalty: The value of :math:`\lambda` to start from.
-        scale: That of :math:`\alpha`; predictions lie about between 0 and 1, logits must reach further.
-        bias: That of :math:`\beta`.
-        **arguments: ``task_chunk``, ``norm`` and ``nonfinite`` as of :class:`metagrad.MAML`.
+        model: The embedding :math:`f_\theta`, as in :class:`metagrad.ProtoNet`.
+        loss_fn: ``loss_fn(logits, target) -> scalar``, for the query examples of one task.
+        penalty: The initial value of :math:`\lambda`.
+        scale: The initial value of :math:`\alpha`. Predictions are between about 0 and 1, and logits need a larger
+            range.
+        bias: The initial value of :math:`\beta`.
+        **arguments: ``task_chunk``, ``norm`` and ``nonfinite``, as in :class:`metagrad.MAML`.
 
     Raises:
-        ValueError: ``penalty`` or ``scale`` is not positive.
+        ValueError: If ``penalty`` or ``scale`` is not positive.
 
     Example:
         >>> r2d2 = metagrad.R2D2(torch.nn.Identity(), penalty=1e-9, scale=1.0)
@@ -79,7 +80,7 @@ class R2D2(HeadAlgorithm):
 
     References:
         Bertinetto, Henriques, Torr, Vedaldi, "Meta-learning with differentiable closed-form solvers", ICLR 2019,
-        sections 3.1 and 3.2; the intercept is that of the authors' code.
+        sections 3.1 and 3.2. The intercept is in the code of the authors.
     """
 
     def __init__(

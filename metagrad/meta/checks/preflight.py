@@ -58,8 +58,8 @@ def preflight(
     .. math:: \nabla_\theta^k L(\theta), \qquad k = 1, \dots, \mathrm{order},
 
     is compared with finite differences in float64, along random directions, on at most 4 examples
-    (:func:`metagrad.gradcheck`). If a comparison fails, the modules are tested one by one, and the report names the
-    innermost modules that fail. This also finds incorrect custom ``autograd.Function`` classes. The parameters,
+    (:func:`metagrad.gradcheck`). If a comparison fails, each module is tested, and the report names the innermost
+    modules that fail. This also finds incorrect custom ``autograd.Function`` classes. The parameters,
     gradients, buffers, flags and random generators are unchanged afterwards.
 
     Args:
@@ -80,8 +80,8 @@ def preflight(
         measured on at most 3 inner steps and extrapolated to more. For plain data, it has one row per order.
 
     Raises:
-        ValueError: If ``order`` is not 1 to 3, ``inner`` or ``steps`` is given alone or for plain data, no parameter
-            requires grad, or the loss is not a scalar that depends on the parameters.
+        ValueError: If ``order`` is not 1 to 3, or the loss is not a scalar that depends on a parameter. Also if only
+            one of ``inner`` and ``steps`` is given, or both are given for plain data.
         TypeError: If ``model`` is not a module, or the batch has another form.
 
     Example:
@@ -119,7 +119,7 @@ def _unchanged(*parts: object) -> Generator[None]:
 
 
 class _Request(NamedTuple):
-    """What the check examines.
+    """The subject of a check.
 
     Attributes:
         part: The loss that is differentiated, on a few examples.
@@ -270,7 +270,7 @@ def _measured_step(maml: MAML, mode: Any, batch: Any, steps: int) -> MemoryCost:
 
 
 def _cost(forward: Callable[[], Tensor], params: Sequence[Any]) -> MemoryCost:
-    """Measure the memory of a scalar and its gradient, in addition to what was in use before."""
+    """Measure the additional memory of a scalar and its gradient."""
     with MemoryTracker(params[0].device) as tracker:
         with tracker.phase("forward"):
             value = forward()

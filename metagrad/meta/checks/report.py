@@ -22,9 +22,10 @@ class ModuleFinding(NamedTuple):
             and ``"loss_fn(...)"`` for the loss.
         kind: The class of the module, or the name of the loss.
         order: The first derivative of the loss that is affected.
-        status: ``"wrong"`` (silently), ``"missing"`` (an error) or ``"slower"`` (correct, but expensive).
-        reason: A sentence that says what happens.
-        suggestion: A sentence that says what to change.
+        status: ``"wrong"`` is silently incorrect, ``"missing"`` raises an error, and ``"slower"`` is correct but
+            expensive.
+        reason: A description of the problem.
+        suggestion: A suggested fix.
     """
 
     module: str

@@ -1,1 +1,1 @@
-"""Running the tasks of a meta-batch: together or one by one, with the checks around them."""
+"""Execution of the tasks of a meta-batch, vectorized or in a Python loop, with checks."""

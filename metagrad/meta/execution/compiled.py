@@ -1,4 +1,4 @@
-"""A small meta-batch as one compiled function, and what is not compiled."""
+"""Compile a small meta-batch as one function, and decide what runs eagerly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONSTANTS = (int, float, str, type(None), Tensor)
 
 
 def refusal(inner: InnerLoop, tasks: Tasks) -> str | None:
-    """Return why the steps of a loop are not compiled, where that is known beforehand; else None."""
+    """Return why the steps of a loop cannot be compiled, or None if no reason is known."""
     if memory_tracking.current() is not None:
         return "a MemoryTracker is open"
     if inner.objective.by_copy:
@@ -48,7 +48,7 @@ def refusal(inner: InnerLoop, tasks: Tasks) -> str | None:
 
 
 def is_one_graph(inner: InnerLoop, params: Params, tasks: Tasks) -> bool:
-    """Return whether a meta-batch is small enough to be compiled as one function, and no step is needed alone."""
+    """Return whether a meta-batch is compiled as one function: it is small, and no single step is needed."""
     assert inner.compiled is not None
     is_plain = type(inner) is InnerLoop and inner.start is None and inner.minimum is None
     if not is_plain or inner.memory != "full" or inner.compiled.by_steps or inner.steps > SEVERAL:
@@ -66,12 +66,12 @@ def evaluated(
 
     Args:
         inner: The loop.
-        params: What tasks start from.
+        params: The initial parameters.
         tasks: The tasks.
         again: Evaluates the tasks otherwise, for other parameters and hyperparameters.
 
     Returns:
-        The results; None if they or the gradient are not finite, or the model reads another learned tensor.
+        The results. None if a result or the gradient is not finite, or the model reads another learned tensor.
     """
     compiler = inner.compiled
     assert compiler is not None
@@ -98,7 +98,7 @@ def evaluated(
 
 
 def _parts(compiler: Compiler, rule: Rule, like: Tensor) -> tuple[list[Tensor], Structure]:
-    """Return the tensors of a rule, whose numbers are tensors too, and the rule without them."""
+    """Return the tensors of an optimizer, including its numbers as tensors, and its structure."""
     form = like.dtype, like.device
     if compiler.rule is None or compiler.rule[0] is not rule or compiler.rule[1] != form:
         parts = dissect(with_tensors(rule, like))
@@ -152,7 +152,7 @@ def _filled(
 
 
 class _OneGraph(Function):
-    """The results of a meta-batch, of which the gradient of the mean query loss is known."""
+    """The results of a meta-batch with the known gradient of its mean query loss."""
 
     @staticmethod
     def forward(ctx, again, outputs, grads, *wanted):

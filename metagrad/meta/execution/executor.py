@@ -67,8 +67,8 @@ class TaskExecutor:
     Attributes:
         inner: The inner loop, with the objective.
         params: The initial parameters of all tasks.
-        sparse: Names of the embedding tables of which each task adapts only the rows that it uses.
-        nonfinite: What happens if a loss or a meta-gradient is NaN or Inf.
+        sparse: Names of embedding tables. Each task adapts only the rows that it uses.
+        nonfinite: The treatment of losses and meta-gradients that are NaN or Inf.
         stacking: Decides how many tasks run in one vectorized pass.
         name: Name of the algorithm in errors.
     """
@@ -255,7 +255,7 @@ class TaskExecutor:
         """Return whether a module of the model runs again in the backward pass, as checkpointed layers do.
 
         Raises:
-            ValueError: The gradient of such a module would be wrong.
+            ValueError: If the gradient of such a module would be incorrect.
         """
         if _torch.functorch_is_active() or torch.is_inference_mode_enabled():
             return False
@@ -265,7 +265,7 @@ class TaskExecutor:
             return False  # the tasks raise it again
 
     def _rerun_module(self, tasks: Tasks) -> str | None:
-        """Return the module that runs again in the backward pass. None if there is none."""
+        """Return the module that runs again in the backward pass, or None."""
         model = self.inner.objective.model
         if all(is_plain(m) and type(m).__module__.startswith(_PLAIN) for m in model.modules()):
             return None
@@ -291,7 +291,7 @@ class TaskExecutor:
         return reads.first
 
     def _reads(self, tasks: Tasks) -> ParameterReads:
-        """Return what a gradient of one task reads of the model's parameters, and leave all as it was."""
+        """Return which parameters of the model a gradient of one task reads. Undo its changes."""
         model, task = self.inner.objective.model, self._first(tasks)
         forward, backward = ParameterReads(model), ParameterReads(model)
         with torch.enable_grad(), self._undone():
@@ -315,7 +315,7 @@ class TaskExecutor:
         return dataclasses.replace(self, inner=dataclasses.replace(self.inner, objective=objective))
 
     def query_loop(self, tasks: Tasks) -> InnerLoop:
-        """Return the inner loop as it is for query examples, after the tasks have run."""
+        """Return the inner loop for query examples."""
         is_known = self.stacking.rerun_module(self._structure()) is not None
         return (self._by_copy() if is_known else self).inner.to_query(tasks)
 

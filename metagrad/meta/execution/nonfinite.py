@@ -67,7 +67,7 @@ def finite_tasks(results: Adaptation | Evaluation, policy: Nonfinite, name: str 
 
 
 def merged(every: T, some: T, kept: Tensor) -> T:
-    """Return the results of all tasks, with ``some`` results in the places ``kept``. The others get no gradient."""
+    """Return the results of all tasks, with ``some`` results in the places ``kept``. Other tasks get no gradient."""
     return tree_map(functools.partial(_filled, kept=kept), every, some)
 
 

@@ -68,11 +68,11 @@ class Stacking:
         return min(self.task_chunk or count, count) if self._stackable[structure] else 1
 
     def rerun_module(self, structure: Hashable, find: Callable[[], str | None] | None = None) -> str | None:
-        """Return the module that runs again in the backward pass. None if there is none, or none is known.
+        """Return the module that runs again in the backward pass, or None.
 
         Args:
-            structure: What changes when the model must be examined again.
-            find: Looks for such a module, once for each structure.
+            structure: A key that changes if the model must be inspected again.
+            find: Finds such a module, once for each structure. None uses only known results.
         """
         if find is not None and structure not in self._reruns:
             if len(self._reruns) == _MOST_STRUCTURES:

@@ -1,1 +1,1 @@
-"""The inner loop: gradient steps on the support examples of a task, differentiable."""
+"""The inner loop: differentiable gradient steps on the support examples of a task."""

@@ -1,4 +1,4 @@
-"""The inner loop of Reptile, whose meta-gradient is by how much the steps moved the parameters, back."""
+"""The inner loop of Reptile, whose meta-gradient is the initial minus the adapted parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from metagrad.sparse.tables.embedding import over
 
 @dataclass(frozen=True)
 class DisplacementLoop(InnerLoop):
-    """A loop whose meta-gradient is the start minus the adapted parameters; the value of its loss is that of MAML.
+    """A loop whose meta-gradient is the initial minus the adapted parameters. Its loss has the value of MAML's loss.
 
     Attributes:
-        joins: Whether it adapts to query examples too, where the result is differentiated.
+        joins: Whether the steps also use query examples if the result is differentiated.
     """
 
     joins: bool = False
@@ -34,7 +34,7 @@ class DisplacementLoop(InnerLoop):
         if not torch.is_grad_enabled() or tasks.query_x is None:
             return super().run(params, tasks, rule)
         starts, seen = self.start_of(params, tasks), _joined(tasks, self.stacked) if self.joins else tasks
-        # Within torch.func, which wants variables of its own, the tape stays on.
+        # torch.func differentiates its own variables, so grad mode stays on.
         with contextlib.nullcontext() if _torch.functorch_is_active() else torch.no_grad():
             seen = seen._replace(query_x=None, query_y=None)
             try:
@@ -50,10 +50,10 @@ class DisplacementLoop(InnerLoop):
             adapted, losses, used, rows = found
             if not self.stacked:
                 adapted, rows = tree_map(lambda tensor: tensor.squeeze(0), (adapted, rows))
-            results = constants((adapted, losses, used, *self.judge(adapted, tasks)))
+            results = constants((adapted, losses, used, *self.evaluate(adapted, tasks)))
         adapted, losses, used, query_losses, predictions = results
         moves = [_once(starts[name].detach() - p, rows.get(name)) for name, p in adapted.items()]
-        query_losses = _Attached.apply(
+        query_losses = _GivenGradient.apply(
             query_losses, self.stacked, *moves, *(starts[name] for name in adapted)
         )
         return Evaluation(losses, used, query_losses, predictions, losses[:, :0])
@@ -66,8 +66,8 @@ class DisplacementLoop(InnerLoop):
         return True
 
 
-class _Attached(Function):
-    """Pass losses ``[tasks]`` on, whose gradients with respect to what tasks start from are given."""
+class _GivenGradient(Function):
+    """Identity of losses ``[tasks]`` whose gradients with respect to the initial parameters are given."""
 
     @staticmethod
     def forward(losses, stacked, *gradients_and_starts):
@@ -90,12 +90,11 @@ class _Attached(Function):
 
 
 def _weighted(weights: Tensor, value: Tensor) -> Tensor:
-    """Multiply a value by a weight for each task."""
     return over(weights, value) * value
 
 
 class _Constant(Function):
-    """Pass a gradient on that has none itself, and say so where it is differentiated."""
+    """Identity of a gradient that raises if it is differentiated."""
 
     @staticmethod
     def forward(gradient, start):
@@ -114,7 +113,7 @@ class _Constant(Function):
 
 
 def _once(move: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the displacement of table rows of which the last may be repeated, and then counts once."""
+    """Return the displacement of table rows. The last row may be repeated, and counts once."""
     if rows is None:
         return move
     is_new = torch.cat([torch.ones_like(rows[..., :1]), rows.diff()], -1) != 0
@@ -122,7 +121,7 @@ def _once(move: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _joined(tasks: Tasks, stacked: bool) -> Tasks:
-    """Return tasks whose support examples are all that they have."""
+    """Return tasks whose support examples are all their examples."""
 
     def join(support: Tensor, query: Tensor) -> Tensor:
         return torch.cat([support, query], dim=int(stacked))

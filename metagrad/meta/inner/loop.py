@@ -1,4 +1,4 @@
-"""Inner loops: the adaptation of one task, or of a batch of tasks at once, as a differentiable unroll."""
+"""Inner loops: differentiable adaptation to one task, or to a batch of tasks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Adaptation(NamedTuple):
 
     Attributes:
         params: The adapted parameters, ``[tasks, ...]`` each.
-        losses: The loss before each step, ``[tasks, steps]``.
-        used: How many steps were taken, ``[tasks]``, int64.
-        rows: Which rows of a table its parameter holds, ``[tasks, R]``, by the name of the table.
+        losses: The support loss before each step, ``[tasks, steps]``.
+        used: The number of steps of each task, ``[tasks]``, int64.
+        rows: The rows of each table that ``params`` holds, ``[tasks, R]``.
     """
 
     params: Params
@@ -44,7 +44,7 @@ class Adaptation(NamedTuple):
 
     @property
     def all_losses(self) -> Tensor:
-        """Every loss that was computed, ``[tasks, steps]``."""
+        """All computed losses, ``[tasks, steps]``."""
         return self.losses
 
 
@@ -53,11 +53,11 @@ class Evaluation(NamedTuple):
 
     Attributes:
         losses: The support loss before each step, ``[tasks, steps]``.
-        used: How many steps were taken, ``[tasks]``, int64.
-        query_losses: After the last step, ``[tasks]``.
-        predictions: After the last step, ``[tasks, queries, ...]``.
-        path: The query loss after each step but the last, ``[tasks, steps - 1]``; ``[tasks, 0]`` if only the last
-            counts.
+        used: The number of steps of each task, ``[tasks]``, int64.
+        query_losses: The query losses after the last step, ``[tasks]``.
+        predictions: The predictions after the last step, ``[tasks, queries, ...]``.
+        path: The query loss after each step except the last, ``[tasks, steps - 1]``. It is ``[tasks, 0]`` if only the
+            last loss counts.
     """
 
     losses: Tensor
@@ -68,29 +68,29 @@ class Evaluation(NamedTuple):
 
     @property
     def all_losses(self) -> Tensor:
-        """Every loss that was computed: ``[tasks, steps]``, those of ``path`` and the last query loss."""
+        """All computed losses: ``losses``, ``path`` and the last query loss, concatenated along the steps."""
         return torch.cat([self.losses, self.path, self.query_losses.unsqueeze(1)], dim=1)
 
 
 @dataclass(frozen=True)
 class InnerLoop:
-    """How tasks are adapted to: one of them, or several at once.
+    """The adaptation to one task, or to several vectorized tasks.
 
     Attributes:
         objective: The loss.
-        rule: The functional optimizer that takes the steps.
-        steps: How many steps are taken.
-        order: 2 differentiates through the gradient, 1 takes it as a constant.
-        memory: What :func:`metagrad.unroll` keeps.
-        truncate: How many of the last steps are differentiated through; None means all.
-        tolerance: The gradient norm at which a task stops; None means that it never does.
-        compiled: Compiles steps; None compiles nothing.
-        start: Returns the values that some parameters start from in each task, given the model, the meta-parameters,
-            tasks and whether they are stacked. None means that all start from the meta-parameters.
-        minimum: Puts adapted parameters on the tape as a minimum, given the loss, the rule, what tasks started from,
-            the adapted parameters and the tasks. None differentiates through the steps.
-        stacked: Whether tasks have an axis of their own, in front.
-        judges_each: Whether query losses are computed after every step, and not after the last alone.
+        rule: The functional optimizer of the steps.
+        steps: The number of steps.
+        order: 2 differentiates through inner gradients. 1 treats them as constants.
+        memory: The checkpointing policy, see :func:`metagrad.unroll`.
+        truncate: The number of last steps that are differentiated. None means all steps.
+        tolerance: A task stops if its gradient norm is at most this number. None means that no task stops early.
+        compiled: Compiles the steps. None runs them eagerly.
+        start: Returns task-specific initial values of some parameters, given the model, the meta-parameters, the
+            tasks and whether they are vectorized. None uses the meta-parameters.
+        minimum: Attaches the derivative of a minimum to adapted parameters, given the loss, the optimizer, the
+            initial parameters, the adapted parameters and the tasks. None differentiates through the steps.
+        stacked: Whether tensors have a task axis in front.
+        evaluates_each: Whether query losses are computed after every step, not only after the last.
     """
 
     objective: TaskLoss
@@ -104,10 +104,10 @@ class InnerLoop:
     start: Callable[[nn.Module, Params, Tasks, bool], Params] | None = None
     minimum: Callable[[Loss, Any, Params, Params, Tasks], Params] | None = None
     stacked: bool = False
-    judges_each: bool = False
+    evaluates_each: bool = False
 
     def of_parts(self, num_parts: int, device: torch.device, *, stacked: bool) -> InnerLoop:
-        """Return the loop of one of several parts of the tasks, whose graphs share a budget."""
+        """Return the loop for one of several parts of the tasks. The parts share a memory budget."""
         rule = with_batch_ndim(self.rule, 1) if stacked else self.rule
         memory = checked_memory("MAML(...)", self.memory)
         if num_parts > 1 and memory not in ("full", "step", "sqrt"):
@@ -118,13 +118,13 @@ class InnerLoop:
     def run(
         self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
     ) -> Adaptation | Evaluation:
-        """Take the steps, and judge by the query examples if there are any; differentiable where grad mode is on.
+        """Run the steps, and evaluate on the query examples if there are any. Differentiable if grad mode is on.
 
         Args:
-            params: What tasks start from.
+            params: The meta-parameters.
             tasks: The tasks.
-            rule: The rule with other hyper-parameters, as compiled code is handed it.
-            start: What each task starts from, where that is known.
+            rule: The optimizer with other hyperparameters, as an argument of compiled code.
+            start: The initial parameters of each task, if they are known.
         """
         start = self.start_of(params, tasks) if start is None else start
         first_param = next(iter(start.values()))
@@ -137,7 +137,7 @@ class InnerLoop:
             )
         if self.compiled is not None:
             rule = with_tensors(self.rule, first_param)
-        judged = self.judges_each and self.steps > 1 and tasks.query_x is not None
+        judged = self.evaluates_each and self.steps > 1 and tasks.query_x is not None
         args = _arguments(tasks, rule, judged)
         loss, state = self._loss(tasks), (start, self.rule.init(start), used)
         first, reports = self.steps - self.num_differentiated, []
@@ -160,21 +160,21 @@ class InnerLoop:
             here = loss if norms is None else functools.partial(loss, norms=norms.support(self.steps))
             with phase("minimum"):
                 params = self.minimum(here, self.rule, start, params, tasks)
-        return self.judged(params, *_columns(reports, used, first_param, judged), tasks)
+        return self.results(params, *_columns(reports, used, first_param, judged), tasks)
 
-    def judged(
+    def results(
         self, params: Params, losses: Tensor, used: Tensor, path: Tensor, tasks: Tasks
     ) -> Adaptation | Evaluation:
-        """Return adapted parameters, or the losses and predictions of query examples."""
+        """Return adapted parameters, or the losses and predictions of query examples if there are any."""
         if tasks.query_x is not None:
-            return Evaluation(losses, used, *self.judge(params, tasks), path)
+            return Evaluation(losses, used, *self.evaluate(params, tasks), path)
         params, rows = (params, tasks.rows) if self.stacked else with_task_axis((params, tasks.rows))
         return Adaptation(params, losses, used, rows)
 
-    def judge(self, adapted: Params, tasks: Tasks) -> tuple[Tensor, Nested]:
-        """Return losses ``[tasks]`` and predictions of query examples."""
+    def evaluate(self, adapted: Params, tasks: Tasks) -> tuple[Tensor, Nested]:
+        """Return the losses ``[tasks]`` and predictions of query examples."""
         loss: Loss = self.to_query(tasks)._loss(tasks)
-        # Eager calls of small losses are as fast, and their gradient can be differentiated again.
+        # An eager call of a small loss is as fast, and its gradient can be differentiated again.
         if self.compiled is not None and sum(p.numel() for p in adapted.values()) > SMALL:
             loss = functools.partial(query_loss, self.compiled, loss)
         with phase("query"):
@@ -184,7 +184,7 @@ class InnerLoop:
         return query if self.stacked else with_task_axis(query)
 
     def to_query(self, tasks: Tasks) -> InnerLoop:
-        """Return the loop with the objective as it is for query examples after the steps."""
+        """Return the loop with the norm statistics of the query examples."""
         if self.objective.norms is None:
             return self
         norms = self.objective.norms.query(self.steps, tasks.support_x)
@@ -192,7 +192,7 @@ class InnerLoop:
 
     @property
     def num_differentiated(self) -> int:
-        """How many of the last steps a result is differentiated through."""
+        """The number of last steps that are differentiated."""
         if self.minimum is not None:
             return 0
         if self.truncate is None or not torch.is_grad_enabled():
@@ -201,18 +201,18 @@ class InnerLoop:
 
     @property
     def differentiates_gradients(self) -> bool:
-        """Whether gradients of a loss are differentiated."""
+        """Whether inner gradients are differentiated."""
         return self.steps > 0 and self.order == 2 and torch.is_grad_enabled()
 
     def resting(self, params: Params, used: Tensor, rows: Params) -> Params:
-        """Return what table rows that a task does not look up become in its steps, with a gradient of zero.
+        """Return table rows after the steps of a task that does not use them, so that their gradient is zero.
 
-        Without weight decay, those are the rows themselves.
+        Without weight decay, the rows do not change.
 
         Args:
             params: The parameters.
-            used: How many steps each task took, ``[tasks]``.
-            rows: The rows, ``[tasks, R]``, by the name of the table.
+            used: The number of steps of each task, ``[tasks]``.
+            rows: The rows of each table, ``[tasks, R]``.
         """
         start = {name: look_up(p, rows[name]) if name in rows else p for name, p in params.items()}
         zeros = {name: torch.zeros_like(p) for name, p in start.items()}
@@ -228,7 +228,7 @@ class InnerLoop:
         return {name: params[name] for name in rows}
 
     def start_of(self, params: Params, tasks: Tasks) -> Params:
-        """Return what tasks start from, given the meta-parameters."""
+        """Return the initial parameters of the tasks."""
         count = num_tasks(tasks.support_x) if self.stacked else None
         if self.start is None:
             return start_values(params, tasks.rows, count)
@@ -244,7 +244,7 @@ class InnerLoop:
         return objective.stacked if self.stacked else objective.single
 
     def _loop(self, step: Step, times: range) -> Callable[..., tuple[tuple[Any, ...], Tree]]:
-        """Return the function that runs the steps, given a state and arguments: plain, recomputed, or compiled."""
+        """Return a function of state and arguments that runs the steps: plain, checkpointed or compiled."""
         memory = checked_memory("MAML(...)", self.memory)
         if self.compiled is not None:
             return lambda state, args: self.compiled.unroll(step, state, args, times, memory)  # type: ignore[union-attr]
@@ -253,7 +253,7 @@ class InnerLoop:
         return lambda state, args: run_loop(step, state, args, times, memory)
 
     def _step(self, loss: Loss, keep_graph: bool, *, passes_on: bool = False) -> Step:
-        """Return one step; one that ``passes_on`` takes its cotangent to be that of the parameters before it."""
+        """Return one step. If ``passes_on``, its Jacobian is replaced by the identity (straight-through)."""
         create_graph, norms = self.order == 2 and keep_graph, self.objective.norms
 
         def step(
@@ -265,7 +265,7 @@ class InnerLoop:
             query: tuple[Nested, Nested] | None = None,
         ) -> tuple[tuple[Any, ...], Tree]:
             params, rule_state, used = state
-            # A step with a rule as its argument is compiled, without phases.
+            # A step with an optimizer as its argument is compiled, and has no phases.
             with phase("inner", t) if rule is None else contextlib.nullcontext():
                 here = loss if norms is None else functools.partial(loss, norms=norms.support(t))
                 if torch.compiler.is_compiling():
@@ -293,7 +293,7 @@ class InnerLoop:
     def _query_losses(
         self, loss: Loss, params: Params, losses: Tensor, t: int, x: Nested, y: Nested
     ) -> Tensor:
-        """Return the query loss after a step; after the last one :meth:`judge` computes it, with predictions."""
+        """Return the query loss after a step. After the last step, :meth:`evaluate` computes it."""
         if not isinstance(t, Tensor) and t == self.steps - 1:
             return torch.zeros_like(losses)
         return loss(params, x, y)[0]
@@ -301,20 +301,20 @@ class InnerLoop:
     def _gradients(self, losses: Tensor, params: Params, create_graph: bool, t: int) -> tuple[Tensor, Params]:
         if create_graph and t == 0:
             refuse_defects("MAML(..., order=2), at the first inner step", losses, params.values())
-        # A step that is computed again, as that of compiled code is, frees its graph at its end.
+        # A checkpointed or compiled step frees its graph at its end.
         is_kept = create_graph or self.memory in ("step", "sqrt") or self.compiled is not None
         grads = gradients_of(losses, params, create_graph, retain_graph=is_kept)
         return losses if is_kept else _of_no_graph(losses), grads
 
 
 def _functional_gradients(loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Params]:
-    """Differentiate by torch.func, which torch.compile takes."""
+    """Differentiate with torch.func, which torch.compile supports."""
 
     def total(params: Params) -> tuple[Tensor, Tensor]:
         losses, _ = loss(params, x, y)
         return losses.sum(), losses
 
-    with composite_norms():  # torch.func has wrong second derivatives of the fused ones
+    with composite_norms():  # torch.func has incorrect second derivatives of the fused norms
         grads, losses = torch.func.grad(total, has_aux=True)(params)
     return losses, grads
 
@@ -322,7 +322,7 @@ def _functional_gradients(loss: Loss, params: Params, x: Nested, y: Nested) -> t
 def _in_turn(
     step: Step, times: range, state: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], Tree]:
-    """Take the steps one after the other, and keep every graph."""
+    """Run the steps sequentially, and store every graph."""
     collected, report = [], None
     for t in times:
         state, report = step(state, t, *args)
@@ -333,7 +333,7 @@ def _in_turn(
 
 
 def _arguments(tasks: Tasks, rule: Rule | None, judged: bool) -> tuple[Any, ...]:
-    """Return what steps take beside their state."""
+    """Return the arguments that a step gets after its state."""
     query = (tasks.query_x, tasks.query_y) if judged else None
     args = [tasks.support_x, tasks.support_y, rule, query]
     while args[-1] is None:
@@ -342,7 +342,7 @@ def _arguments(tasks: Tasks, rule: Rule | None, judged: bool) -> tuple[Any, ...]
 
 
 def _columns(reports: list, used: Tensor, like: Tensor, judged: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses ``[tasks, steps]``, the steps taken, and the query losses after each step but the last."""
+    """Return the losses ``[tasks, steps]``, the step counts, and the query losses after each step except the last."""
     used = used.reshape(-1)
     none = like.new_zeros((used.numel(), 0))
     parts = list(zip(*reports, strict=True)) if judged else [reports] if reports else []
@@ -351,17 +351,17 @@ def _columns(reports: list, used: Tensor, like: Tensor, judged: bool) -> tuple[T
 
 
 def with_history_of(starts: Params, values: Params) -> Params:
-    """Return values whose cotangents go to the starts: straight-through, with the identity for the Jacobian."""
+    """Return values whose cotangents go to ``starts`` (straight-through)."""
     return {name: value + (starts[name] - starts[name].detach()) for name, value in values.items()}
 
 
 def task_norms(grads: Params, num_axes: int) -> Tensor:
-    """Return the Euclidean norm over all parameters, for each task."""
+    """Return the Euclidean norm over all parameters for each task."""
     return task_squares((g.detach() for g in grads.values()), num_axes).sqrt()
 
 
 def where_active(active: Tensor, moved: Tree, stayed: Tree) -> Tree:
-    """Choose task by task; what has no task axis, such as a count of steps, moves on."""
+    """Select new or old values for each task. Tensors without a task axis, such as step counts, are new."""
 
     def choose(new: object, old: object) -> object:
         if not isinstance(new, Tensor) or not isinstance(old, Tensor) or new.ndim < active.ndim:
@@ -372,13 +372,13 @@ def where_active(active: Tensor, moved: Tree, stayed: Tree) -> Tree:
 
 
 def start_values(params: Params, rows: Params, num_tasks: int | None, *, apart: bool = False) -> Params:
-    """Return what tasks start from, to be differentiated with respect to in any grad mode.
+    """Return the initial parameters of tasks, which require grad in any grad mode.
 
     Args:
         params: The parameters.
-        rows: Of tables, which rows to take instead.
-        num_tasks: How many tasks are stacked; None means one, without an axis of its own.
-        apart: Whether other values are computed from the parameters, through which inner gradients must not go.
+        rows: The rows to select from some tables.
+        num_tasks: The number of vectorized tasks. None means one task without a task axis.
+        apart: Whether inner gradients must not reach other values that are computed from the parameters.
     """
     apart = apart or bool(rows)
 
@@ -391,7 +391,7 @@ def start_values(params: Params, rows: Params, num_tasks: int | None, *, apart: 
 
 
 def to_differentiate(value: Tensor, param: Tensor) -> Tensor:
-    """Return a value ``[..., *param.shape]`` as a variable of its own, apart from what it was computed of."""
+    """Return a value ``[..., *param.shape]`` as a separate variable, so that inner gradients stop at it."""
     if torch.compiler.is_compiling():
         return value
     if value.requires_grad and torch.is_grad_enabled():
@@ -400,34 +400,34 @@ def to_differentiate(value: Tensor, param: Tensor) -> Tensor:
 
 
 def look_up(table: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of a table, to be differentiated with respect to in any grad mode."""
+    """Return rows of a table, which require grad in any grad mode."""
     values = embedding(rows, table)
     return values if values.requires_grad else values.requires_grad_()
 
 
 def _variable(param: Tensor, apart: bool) -> Tensor:
-    """Add a view beside values that are computed, so that the inner gradient does not go into their graph."""
-    # Without grad mode there is no such node, and a view would be one that gradients pass by.
+    """Return a separate variable if inner gradients must not reach other values of the parameter."""
+    # Without grad mode a view has no node, and would get no gradient.
     if _is_constant(param):
         return param.detach().requires_grad_()
     return param.view_as(param) if apart and torch.is_grad_enabled() else param
 
 
 def _repeated(param: Tensor, num_tasks: int) -> Tensor:
-    """Give every task the parameter, without a copy."""
+    """Return the parameter for every task, without a copy."""
     if torch.is_grad_enabled() and not _is_constant(param):
         return param.expand(num_tasks, *param.shape)
-    # A view made without grad mode says that it requires grad, but gets no gradient.
+    # A view that is made without grad mode requires grad, but gets no gradient.
     return param.detach().expand(num_tasks, *param.shape).requires_grad_()
 
 
 def _is_constant(param: Tensor) -> bool:
-    """Say whether a parameter gets no gradient; compiled code differentiates by torch.func, regardless of this."""
+    """Return whether a parameter gets no gradient. Compiled code differentiates with torch.func in any case."""
     return not param.requires_grad and not torch.compiler.is_compiling()
 
 
 def _of_no_graph(losses: Tensor) -> Tensor:
-    """Return losses whose graph is freed: differentiating them raises an error that says why."""
+    """Return losses whose graph is freed. Differentiating them raises an error with the reason."""
 
     def refuse(cotangent: Tensor) -> None:
         raise RuntimeError(
@@ -444,7 +444,7 @@ def _of_no_graph(losses: Tensor) -> Tensor:
 def gradients_of(
     losses: Tensor, params: Params, create_graph: bool, *, retain_graph: bool | None = None
 ) -> Params:
-    """Differentiate the sum of losses; a parameter that they do not use gets zeros, its exact gradient."""
+    """Return the gradients of the sum of losses. The gradient of an unused parameter is zero."""
     grads: Sequence[Tensor | None] = ()
     if losses.requires_grad:
         grads = torch.autograd.grad(
@@ -472,13 +472,13 @@ def gradients_of(
 
 
 def outer_phase() -> contextlib.AbstractContextManager[object]:
-    """Open an outer step of the memory tracker, if one is open and nobody has opened a phase."""
+    """Open an outer step of the memory tracker, if a tracker is open and has no open phase."""
     tracker = memory_tracking.current()
     return contextlib.nullcontext() if tracker is None else tracker.implied_outer()
 
 
 def phase(name: str, index: int | None = None) -> contextlib.AbstractContextManager[object]:
-    """Open a phase of the memory tracker, if one is open."""
+    """Open a phase of the memory tracker, if a tracker is open."""
     tracker = memory_tracking.current()
     return contextlib.nullcontext() if tracker is None else tracker.phase(name, index=index)
 
@@ -499,7 +499,7 @@ def with_tensors(rule: Rule, like: Tensor) -> Rule:
 
 
 def query_loss(compiler: Compiler, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
-    """Return losses and predictions of adapted parameters."""
+    """Return compiled losses and predictions of adapted parameters."""
     return compiler.of(_query_loss)(loss, params, x, y)
 
 
@@ -510,7 +510,7 @@ def _query_loss(loss: Loss, params: Params, x: Nested, y: Nested) -> Any:
 
 
 def refuse_structured(results: Sequence[Nested | None]) -> None:
-    """Raise if a model returns anything but a tensor, which compiled functions do not return."""
+    """Raise if a model returns several tensors, which compiled functions do not support."""
     for result in results:
         if isinstance(result, Structured):
             raise TypeError("the model returns several tensors (wrap one that returns the logits)")

@@ -1,9 +1,8 @@
-"""Policies for normalisation layers with running statistics, such as batch normalisation: which statistics they use.
+"""Policies for the statistics of normalization layers, such as batch normalization.
 
-The model is not changed. While it is called, ``F.batch_norm`` does what the policy says, in elementary
-or fused operations without buffers, so that ``torch.vmap`` takes them, and nothing is written: the updates
-of the running statistics are collected, and applied once, after the tasks of a meta-batch. So recomputation does not
-update them again, and stacked tasks update them as a loop does.
+The model does not change. During a call, ``F.batch_norm`` follows the policy with operations that use no buffers, so
+``torch.vmap`` supports them. The updates of the running statistics are collected, and applied once after the tasks of
+a meta-batch. Recomputation therefore does not update them again, and vectorized tasks update them as a loop does.
 """
 
 from __future__ import annotations
@@ -26,25 +25,24 @@ from metagrad.core.structured import Nested
 from metagrad.core.tree import tree_map, widened
 
 Norm = Literal["transductive", "support", "running", "per_step", "per_step_transductive"]
-"""Whose statistics: of the set at hand, of the support set, running ones, running ones of each inner step, or of the
-set at hand with weights and biases of each inner step."""
+"""The policies, see :class:`metagrad.MAML`."""
 
 OF_STEPS = ("per_step", "per_step_transductive")
-"""The policies with a set of what is learned, and of running statistics, for each inner step."""
+"""The policies with separate statistics, weights and biases for each inner step."""
 
 _CALL = "MAML(..., norm"
 _STATISTICS = ("running_mean", "running_var")
 
 
 class Moments(NamedTuple):
-    """Mean and variance of each channel, ``[C]``, or ``[tasks, C]``."""
+    """The mean and variance of each channel, ``[C]`` or ``[tasks, C]``."""
 
     mean: Tensor
     var: Tensor
 
 
 def statistical_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that can keep running statistics over a batch, by name."""
+    """Return the modules with running statistics over a batch, by name."""
     return {
         name: module
         for name, module in named_modules(model)
@@ -54,7 +52,7 @@ def statistical_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_norm(model: nn.Module, norm: object, steps: int, name: str = "MAML") -> None:
-    """Raise ``ValueError`` for a policy that is unknown, or that does not work with the model."""
+    """Raise ``ValueError`` if a policy is unknown, or does not fit the model."""
     if norm is None:
         return
     call = f"{name}(..., norm={norm!r})"
@@ -82,10 +80,10 @@ def check_norm(model: nn.Module, norm: object, steps: int, name: str = "MAML") -
 
 
 class PerStepNorms(nn.Module):
-    """Running statistics for each inner step and, where they are learned, weights and biases.
+    """Separate running statistics for each inner step, and separate learned weights and biases.
 
-    The set of step t serves the support examples at step t, and the query examples after it. All start from those of
-    the model.
+    Entry t is for the support examples at step t and the query examples after it. All entries start with the values
+    of the model.
 
     Args:
         model: The model.
@@ -112,7 +110,7 @@ class PerStepNorms(nn.Module):
                     self.replaced.add(f"{name}.{kind}".lstrip("."))
 
     def others(self, names: Iterable[str]) -> list[str]:
-        """Return the names of parameters that are not learned here for each step instead; refuse none."""
+        """Return the names of parameters that are not replaced here. Raise if none remain."""
         others = [name for name in names if name not in self.replaced]
         if not others:
             raise ValueError(
@@ -122,7 +120,7 @@ class PerStepNorms(nn.Module):
         return others
 
     def at(self, name: str, kind: str, step: int, otherwise: Tensor | None) -> Tensor | None:
-        """Return what a layer has at a step."""
+        """Return a parameter or buffer of a layer at a step."""
         if step >= self.steps:
             raise ValueError(
                 f"MAML(batch, steps, norm): there are statistics for {self.steps} inner steps, but this is "
@@ -137,16 +135,16 @@ def _repeated(tensor: Tensor, steps: int) -> Tensor:
 
 
 _Key: TypeAlias = tuple[int, str, int]
-"""The number of a pass, a layer, and how often it was called before in that pass."""
+"""The number of a pass, a layer, and the number of its earlier calls in that pass."""
 
 
 class Norms:
-    """The policy for a model, and what its calls collect; one for each meta-batch.
+    """The policy of a model, and the statistics that its calls collect in one meta-batch.
 
     Args:
         model: The model.
         policy: The policy.
-        per_step: What there is for each step, if the policy is ``"per_step"``.
+        per_step: The statistics, weights and biases of each step, for ``"per_step"``.
     """
 
     def __init__(self, model: nn.Module, policy: Norm, per_step: PerStepNorms | None = None) -> None:
@@ -157,16 +155,16 @@ class Norms:
         self._met: set[str] = set()
 
     def names(self) -> dict[int, str]:
-        """Return the names of layers by the ids of their running means, which a recomputation exchanges."""
+        """Return the names of layers by the ids of their running means. A recomputation replaces the tensors."""
         means = ((name, layer._buffers["running_mean"]) for name, layer in self.layers.items())
         return {id(mean): name for name, mean in means if mean is not None}
 
     def begin(self) -> None:
-        """Collect statistics from here on, and forget what was collected."""
+        """Start to collect statistics."""
         self._found = {}
 
     def collect(self, number: int, found: Sequence[tuple[str, float]], moments: Sequence[Moments]) -> None:
-        """Take the statistics of a call of the model; of stacked tasks ``[tasks, C]``."""
+        """Collect the statistics of a call of the model, ``[C]`` or ``[tasks, C]``."""
         if self._found is None:
             return
         occurrences: dict[str, int] = {}
@@ -176,11 +174,11 @@ class Norms:
             self._found.setdefault((number, layer, occurrence), []).append((own, momentum))
 
     def met(self, layer: str) -> None:
-        """Note that a layer normalises by a function that the policy reaches."""
+        """Record that a layer calls a function that the policy replaces."""
         self._met.add(layer)
 
     def finish(self) -> None:
-        """Move the running statistics: for each pass towards the mean over tasks of theirs."""
+        """Update the running statistics, once per pass, towards the mean over tasks."""
         self._refuse_unmet()
         found, self._found = self._found or {}, None
         with torch.no_grad():
@@ -212,7 +210,7 @@ class Norms:
         running_var.lerp_(var.to(running_var.dtype), momentum)  # type: ignore[union-attr]
 
     def at(self, name: str, kind: str, step: int, own: Tensor | None) -> Tensor | None:
-        """Return what a layer has at a step, where each step has its own."""
+        """Return a parameter or buffer of a layer at a step."""
         return own if self.per_step is None else self.per_step.at(name, kind, step, own)
 
 
@@ -223,8 +221,8 @@ class NormPass:
     Attributes:
         norms: The policy.
         number: 2t for the support examples at step t, 2t + 1 for the query examples after it.
-        is_counted: Whether running statistics are to move.
-        reference: The support examples, whose statistics the policy ``"support"`` has the query examples take.
+        is_counted: Whether the pass updates running statistics.
+        reference: The support examples, whose statistics normalize query examples with ``"support"``.
     """
 
     norms: Norms
@@ -234,7 +232,7 @@ class NormPass:
 
     @property
     def is_of_sets(self) -> bool:
-        """Whether sets are normalised by statistics of sets, in evaluation too."""
+        """Whether the statistics are from a set of examples, also in evaluation."""
         return self.norms.policy in ("transductive", "support", "per_step_transductive")
 
     def support(self, step: int) -> NormPass:
@@ -242,34 +240,34 @@ class NormPass:
         return replace(self, number=2 * step, reference=None)
 
     def query(self, steps: int, support_x: Nested) -> NormPass:
-        """Return the pass over the query examples after so many steps."""
+        """Return the pass over the query examples after a number of steps."""
         reference = support_x if self.norms.policy == "support" else None
         return replace(self, number=2 * max(steps, 1) - 1, reference=reference)
 
     def uncounted(self) -> NormPass:
-        """Return a pass that moves no running statistics."""
+        """Return a pass that does not update running statistics."""
         return replace(self, is_counted=False, reference=None)
 
     def of_task(self, number: int) -> NormPass:
-        """Return the pass of one of stacked tasks."""
+        """Return the pass of one task."""
         if self.reference is None:
             return self
         return replace(self, reference=tree_map(lambda tensor: tensor[number], self.reference))
 
     def without_counters(self) -> contextlib.AbstractContextManager[None]:
-        """Let modules not count their calls, which are counted once for all tasks."""
+        """Disable the call counters of modules. Calls are counted once for all tasks."""
         counting = (m._buffers for m in self.norms.layers.values() if "num_batches_tracked" in m._buffers)
         return placed([(Place(buffers, "num_batches_tracked"), None) for buffers in counting])
 
     def collect(self, found: Sequence[tuple[str, float]], moments: Sequence[Moments]) -> None:
-        """Hand the statistics of a call of the model on, where running ones are to move."""
+        """Collect the statistics of a call, if the pass updates running statistics."""
         if self.is_counted:
             self.norms.collect(self.number, found, moments)
 
 
 @contextlib.contextmanager
 def normalised(norms: NormPass | None) -> Generator[None]:
-    """Normalise as the policy says within a ``with`` block, and move no running statistics."""
+    """Apply the policy in a ``with`` block, without updates of running statistics."""
     if norms is None:
         yield
         return
@@ -278,16 +276,16 @@ def normalised(norms: NormPass | None) -> Generator[None]:
 
 
 class NormCalls(Dispatch):
-    """Normalises as a policy says, within a ``with`` block, which is one call of the model or of a layer.
+    """Applies a policy in a ``with`` block, which is one call of the model or of a layer.
 
     Args:
         norms: The pass.
-        given: The statistics to normalise by, in the order of the calls; None takes those of the policy.
-        measures: Whether to note the statistics, to be given.
+        given: The statistics to use, in the order of the calls. None uses the statistics of the policy.
+        measures: Whether to record the statistics.
 
     Attributes:
-        found: The layers whose running statistics are to move, and by what share, in the order of the calls.
-        moments: The statistics, likewise, or those that were to be noted.
+        found: The layers whose running statistics will be updated, with their momentum, in the order of the calls.
+        moments: The statistics of these layers, or the recorded statistics.
     """
 
     def __init__(
@@ -301,7 +299,7 @@ class NormCalls(Dispatch):
         self.num_calls = 0
 
     def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Normalise; not by a handler in the table, which would refer back to this mode and its statistics."""
+        """Replace ``F.batch_norm``. A handler in the table would create a reference cycle with this mode."""
         return (self._batch_norm if function is F.batch_norm else function)(*args, **kwargs)
 
     def _batch_norm(
@@ -328,7 +326,7 @@ class NormCalls(Dispatch):
         return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
 
     def _by_sets(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        """Normalise by the statistics of the input, or by those that were given."""
+        """Normalize with the statistics of the input, or with the given statistics."""
         number, self.num_calls = self.num_calls, self.num_calls + 1
         if self.given is None:
             if self.measures:
@@ -346,11 +344,11 @@ class NormCalls(Dispatch):
         return (result if bias is None else result + bias.view(shape)).to(input.dtype)
 
     def _at_step(self, name: str, **own: Tensor | None) -> list[Tensor | None]:
-        """Return statistics, or weight and bias, as they are at the step."""
+        """Return the statistics, or weight and bias, at the step."""
         return [self.norms.norms.at(name, kind, self.norms.number // 2, value) for kind, value in own.items()]
 
     def _layer(self, running_mean: Tensor | None) -> str:
-        """Return the name of the layer that has these running statistics; empty where the policy needs none."""
+        """Return the name of the layer with these running statistics. It may be empty if the policy needs none."""
         norms = self.norms.norms
         name = self.names.get(id(running_mean))
         if name is not None:

@@ -1,4 +1,4 @@
-"""The loss of a model as a pure function of its parameters, for one task or for a batch of tasks."""
+"""The loss of a model as a pure function of its parameters, for one task or for vectorized tasks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from metagrad.meta.objective.vmap import (
 )
 
 Loss = Callable[..., tuple[Tensor, Nested]]
-"""Parameters, inputs, targets (and a :class:`NormPass`) to losses (one, or one for each task) and predictions."""
+"""Maps parameters, inputs, targets and optionally a :class:`NormPass` to losses and predictions."""
 
 _ELEMENTWISE: tuple[object, ...] = (
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits),
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss),
 )
-"""Losses that compare predictions with targets entry by entry: functions, and classes of modules."""
+"""Losses that compare predictions with targets elementwise: functions, and classes of modules."""
 
 
 _FLOAT_TARGETS: tuple[object, ...] = (
@@ -50,7 +50,7 @@ class LabelBounds(NamedTuple):
     lowest: int
     highest: int
     leave_out_examples: bool = False
-    """Whether an example has the label that the loss ignores, as padding of shorter tasks has."""
+    """Whether an example has the label that the loss ignores, as padding does."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class TaskLoss:
     """``loss_fn(model(x), y)`` as a function of the model's parameters.
 
     Attributes:
-        model: The module; its own parameters are never written to.
-        loss_fn: ``loss_fn(prediction, target)``, a scalar for the examples of one task.
-        labels: The bounds of the labels, which are checked against what the model returns. In compiled code they
-            would be constants, so they are checked outside of it.
-        rows: Which rows of a table its value holds, by the name of the table.
-        norms: Whose statistics normalise; None leaves that to the model.
-        name: Of the algorithm, in errors.
-        tables: The names of tables whose gradients are rows, where tasks share them.
+        model: The module. Its parameters are never written to.
+        loss_fn: ``loss_fn(prediction, target) -> scalar``, for the examples of one task.
+        labels: The bounds of the labels, to be compared with the predictions. Compiled code would contain them as
+            constants, so they are checked outside.
+        rows: The rows of each table that its value holds, ``[R]``.
+        norms: The policy of normalization layers. None means that the modules decide.
+        name: Name of the algorithm in errors.
+        tables: Names of tables with row-sparse gradients, if they are shared by tasks.
         by_copy: True if a copy of the model is called, because the model runs again in a backward pass.
     """
 
@@ -95,7 +95,7 @@ class TaskLoss:
     def stacked(
         self, params: Params, x: Nested, y: Nested, norms: NormPass | None = None
     ) -> tuple[Tensor, Nested]:
-        """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of stacked parameters."""
+        """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of vectorized tasks."""
         predictions = self.under(norms).call_stacked(params, x)
         self._check_examples(predictions, y, num_axes=1)
         losses = losses_stacked(self.loss_fn, predictions, y)
@@ -103,7 +103,7 @@ class TaskLoss:
         return losses, predictions
 
     def predict(self, params: Params, x: Nested, chunk: int) -> Nested:
-        """Return the predictions ``[tasks, n, ...]`` of stacked parameters; with a ``chunk`` of 1 task by task."""
+        """Return the predictions ``[tasks, n, ...]`` of tasks. A ``chunk`` of 1 means a Python loop."""
         if chunk != 1:
             return self.call_stacked(params, x)
         predictions = []
@@ -115,26 +115,26 @@ class TaskLoss:
         return stacked(predictions)
 
     def under(self, norms: NormPass | None) -> TaskLoss:
-        """Return the objective in another pass."""
+        """Return the loss with another pass of the norms."""
         return self if norms is None else dataclasses.replace(self, norms=norms)
 
     def call(self, params: Params, x: Nested) -> Any:
-        """Return what the model makes of the inputs of one task."""
+        """Return the output of the model for one task."""
         return call_with(self.model, self._values(params), x, self.norms, by_copy=self.by_copy)
 
     def call_stacked(self, params: Params, x: Nested) -> Nested:
-        """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
+        """Return the predictions ``[tasks, n, ...]`` of vectorized tasks."""
         return forward_stacked(self.model, self._values(params), x, self.norms)
 
     def _values(self, params: Params) -> Values:
         return values_for(self.model, params, self.rows, self.tables)
 
     def check_predictions(self, shape: Sequence[int]) -> None:
-        """Refuse labels that are no class of the predictions for a task, of this shape."""
+        """Raise if a label is not a class of predictions with this shape."""
         check_labels(self.labels, shape)
 
     def _check_examples(self, prediction: object, y: Nested, num_axes: int) -> None:
-        """Refuse labels and targets that do not fit predictions, where these are tensors."""
+        """Raise if labels or targets do not fit the predictions."""
         if not isinstance(prediction, Tensor):
             return
         shape = prediction.shape[num_axes:]
@@ -190,7 +190,7 @@ def _check_classes(call: str, dtype: torch.dtype, targets: torch.Size, predictio
 
 
 def label_bounds(loss_fn: LossFn, *targets: Nested) -> LabelBounds | None:
-    """Read the bounds of the class labels; None if the loss does not take any."""
+    """Return the bounds of the class labels, or None if the loss has no class labels."""
     index = ignored_label(loss_fn)
     labels = [target for target in targets if isinstance(target, Tensor) and not target.is_floating_point()]
     if index is None or len(labels) < len(targets):
@@ -202,7 +202,7 @@ def label_bounds(loss_fn: LossFn, *targets: Nested) -> LabelBounds | None:
 
 
 def ignored_label(loss_fn: LossFn) -> int | None:
-    """Return the label of examples that a loss ignores; None if it does not take labels of classes."""
+    """Return the label that a loss ignores, or None if the loss has no class labels."""
     keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
     function = _function_of(loss_fn)
     if function in (F.cross_entropy, F.nll_loss) or isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
@@ -211,7 +211,7 @@ def ignored_label(loss_fn: LossFn) -> int | None:
 
 
 def _check_padding(name: str, model: nn.Module, norms: NormPass | None) -> None:
-    """Refuse examples that the loss ignores, and that would count in the statistics of a batch all the same."""
+    """Raise if batch statistics would contain examples that the loss ignores."""
     for path, module in named_modules(model):
         of_batch = module.training or (norms is not None and norms.is_of_sets)
         if isinstance(module, _torch.BatchNorm) and (of_batch or module.running_mean is None):
@@ -227,7 +227,7 @@ def _function_of(loss_fn: LossFn) -> LossFn:
 
 
 def check_labels(labels: LabelBounds | None, prediction_shape: Sequence[int]) -> None:
-    """Refuse labels that are not classes of predictions ``[n, ...]``."""
+    """Raise if a label is not a class of predictions ``[n, ...]``."""
     if labels is None:
         return
     classes = prediction_shape[1] if len(prediction_shape) > 1 else prediction_shape[0]

@@ -1,4 +1,4 @@
-"""Batches of tasks: the forms that they may have, and the tasks as one structure of tensors."""
+"""Batches of tasks: the accepted forms, and the tasks as one structure of tensors."""
 
 from __future__ import annotations
 
@@ -27,49 +27,49 @@ class ExamplesLike(Protocol):
 
 
 class BatchLike(Protocol):
-    """Tasks to adapt to and to be evaluated on, such as :class:`metagrad.tasks.Batch`."""
+    """Support and query examples of tasks, such as :class:`metagrad.tasks.Batch`."""
 
     @property
     def support(self) -> ExamplesLike:
-        """The examples that a model adapts to."""
+        """The examples for adaptation."""
         ...
 
     @property
     def query(self) -> ExamplesLike:
-        """The examples that the adapted model is evaluated on."""
+        """The examples for evaluation after adaptation."""
         ...
 
 
 class Tasks(NamedTuple):
-    """A meta-batch, tensors ``[tasks, examples, ...]`` or nested values of such; or one task, without that axis."""
+    """A meta-batch: tensors ``[tasks, examples, ...]`` or nested values of tensors. One task has no task axis."""
 
     support_x: Nested
     support_y: Nested
     query_x: Nested | None = None
     query_y: Nested | None = None
     rows: Params = {}  # noqa: RUF012
-    """Which rows of a table the tasks look up, ``[tasks, R]``, by the name of the table."""
+    """The rows of each table that the tasks use, ``[tasks, R]``."""
     noise: Params = {}  # noqa: RUF012
-    """Random numbers that were drawn for the tasks, ``[tasks, ...]``, by name."""
+    """Random numbers of the tasks, ``[tasks, ...]``, by name."""
 
     @property
     def count(self) -> int:
-        """How many tasks there are."""
+        """The number of tasks."""
         return num_tasks(self.support_x)
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the tasks."""
         return _first_tensor(self.support_x).device
 
     @property
     def inputs(self) -> list[Nested]:
-        """Those of the support examples, and of the query examples if there are any."""
+        """The inputs of the support examples, and of the query examples if there are any."""
         return [x for x in (self.support_x, self.query_x) if x is not None]
 
     @property
     def targets(self) -> list[Nested]:
-        """Those of the support examples, and of the query examples if there are any."""
+        """The targets of the support examples, and of the query examples if there are any."""
         return [y for y in (self.support_y, self.query_y) if y is not None]
 
     @property
@@ -79,7 +79,7 @@ class Tasks(NamedTuple):
         return Structured not in (x, y, query_x, query_y)
 
     def split(self, size: int) -> Iterator[Tasks]:
-        """Yield parts of ``size`` tasks, the last perhaps smaller; with 1 single tasks without the task axis."""
+        """Yield parts of at most ``size`` tasks. If ``size`` is 1, yield single tasks without a task axis."""
         if size >= self.count > 1:
             yield self
             return
@@ -87,12 +87,12 @@ class Tasks(NamedTuple):
             yield self.select(i if size == 1 else slice(i, i + size))
 
     def select(self, index: int | slice | Tensor) -> Tasks:
-        """Return some of the tasks, or with an int one of them, without the first axis."""
+        """Return some of the tasks. An int selects one task without a task axis."""
         return tree_map(lambda tensor: None if tensor is None else tensor[index], self)
 
 
 def read_batch(batch: BatchLike | Sequence[Any] | Mapping[str, Any], call: str = "MAML(batch)") -> Tasks:
-    """Return the tasks of a batch in any of its forms; refuse what does not fit together."""
+    """Return the tasks of a batch in any accepted form. Raise if the parts do not fit together."""
     support, query = _two(batch, ("support", "query"), f"{call}: the batch")
     tasks = Tasks(*read_examples(support, call, "support"), *read_examples(query, call, "query"))
     _check_tasks(call, tasks)
@@ -102,14 +102,14 @@ def read_batch(batch: BatchLike | Sequence[Any] | Mapping[str, Any], call: str =
 def read_support(
     support: ExamplesLike | Sequence[Any] | Mapping[str, Any], call: str = "MAML.adapt(support)"
 ) -> Tasks:
-    """Return tasks of support examples alone, likewise."""
+    """Return tasks that have only support examples."""
     tasks = Tasks(*read_examples(support, call, "support"))
     _check_tasks(call, tasks)
     return tasks
 
 
 def _two(value: Any, names: tuple[str, str], what: str) -> tuple[Any, Any]:
-    """Return the two parts of a pair: its attributes, the entries of a dict, or the items of a tuple or a list."""
+    """Return the two parts of a pair: attributes, entries of a dict, or items of a tuple or a list."""
     if all(hasattr(value, name) for name in names):
         return getattr(value, names[0]), getattr(value, names[1])
     if isinstance(value, Mapping) and set(value) == set(names):
@@ -130,13 +130,13 @@ def _described(value: object) -> str:
 
 
 def read_examples(examples: Any, call: str, name: str) -> tuple[Nested, Nested]:
-    """Return inputs and targets in any of their forms."""
+    """Return inputs and targets in any accepted form."""
     x, y = _two(examples, ("x", "y"), f"{call}: {name}")
     return arguments(x, f"{call}: {name}.x"), arguments(y, f"{call}: {name}.y")
 
 
 def _check_tasks(call: str, tasks: Tasks) -> None:
-    """Refuse parts that are empty, or whose sizes do not match."""
+    """Raise if a part is empty, or sizes do not match."""
     if _are_alike(tasks):
         return
     pairs = {"support": tasks[:2], "query": tasks[2:4]}
@@ -172,7 +172,7 @@ def check_task_axis(model: nn.Module, tasks: Tasks, call: str = "MAML(batch)") -
 
 
 def _are_alike(tasks: Tasks) -> bool:
-    """Say whether all parts are tensors, and fit together."""
+    """Return whether all parts are tensors with matching sizes."""
     if not tasks.are_tensors:
         return False
     shapes = [part.shape for part in tasks[:4] if part is not None]  # type: ignore[union-attr]
@@ -184,7 +184,7 @@ def _are_alike(tasks: Tasks) -> bool:
 
 
 def _sizes(call: str, name: str, value: Nested) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in inputs or targets, by their names."""
+    """Return the shapes of the tensors in inputs or targets, by name."""
     if isinstance(value, Tensor) and value.ndim < 2:
         raise ValueError(f"{call}: {name} must be [tasks, examples, ...], got shape {tuple(value.shape)}.")
     sizes = {}
@@ -210,9 +210,9 @@ def num_tasks(value: Nested) -> int:
 
 
 def task_squares(values: Iterable[Tensor], num_axes: int) -> Tensor:
-    """Return the sum of the squares of all elements, for each task where the first axis counts them.
+    """Return the sum of the squares of all elements. With ``num_axes=1``, return it for each task.
 
-    Of half precision in float32: in float16 the squares of small numbers are zero, and those of large ones infinite.
+    Half precision is converted to float32, since squares overflow and underflow in float16.
     """
     wide = map(widened, values)
     return torch.stack([v.unsqueeze(-1).flatten(num_axes).square().sum(-1) for v in wide]).sum(0)
@@ -223,7 +223,7 @@ def _first_tensor(value: Nested) -> Tensor:
 
 
 def concatenated(results: Sequence[Any]) -> Any:
-    """Concatenate the results of parts of the tasks, tensor by tensor."""
+    """Concatenate the results of parts of the tasks."""
     if len(results) == 1:
         return results[0]
     flat = [tree_flatten(result) for result in results]
@@ -240,7 +240,7 @@ def concatenated(results: Sequence[Any]) -> Any:
 
 
 def stacked(results: Sequence[Any]) -> Any:
-    """Stack the results of single tasks, with a task axis in front."""
+    """Stack the results of single tasks along a new task axis in front."""
     return concatenated([with_task_axis(result) for result in results])
 
 

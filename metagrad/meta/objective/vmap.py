@@ -1,14 +1,13 @@
-"""Calling a model with other parameters: those of one task, or stacked ones of many tasks.
+"""Call a model with other parameters: of one task, or stacked parameters of many tasks.
 
-``torch.vmap`` computes the latter for any module it has rules for. For the layers whose stacked form is known it is
-written out here: a batch of affine maps is one ``baddbmm``, and an activation is itself. That is the same
-arithmetic with half of the operations on the tape (vmap turns a linear layer into views, an expansion, a product
-and a sum), which small networks are bound by.
+``torch.vmap`` computes stacked tasks for any module that it has rules for. Some layers have an explicit form here: a
+batch of affine maps is one ``baddbmm``, and an activation does not change. This has half as many graph nodes, since
+vmap replaces a linear layer with views, an expansion, a product and a sum. Small networks are bound by their nodes.
 
-The table ``RULES`` lists what ``torch.vmap`` computes differently from a loop without an error. It was found by
-running torch's own operator tests (``OpInfo``) through ``torch.vmap`` and through a loop in float64: values,
-gradients and gradients of a non-linear function of these (torch 2.13). ``tests/meta/objective/test_vmap_rules.py``
-does so again, and shows the defect of every row, so that it fails once torch has fixed it.
+The table ``RULES`` lists operations that ``torch.vmap`` computes incorrectly without an error (torch 2.13). It was
+found by running torch's operator tests (``OpInfo``) with ``torch.vmap`` and in a loop in float64. The comparison
+includes values, gradients, and gradients of a non-linear function of gradients.
+``tests/meta/objective/test_vmap_rules.py`` repeats it. It fails if torch has fixed a row.
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ from metagrad.sparse.tables.table_proxy import LocalRows, SharedTable
 
 T = TypeVar("T")
 Values: TypeAlias = dict[int, "Tensor | LocalRows | SharedTable"]
-"""Values by the id of the parameter they stand for, so that tied weights stay tied."""
+"""Values of parameters, by the id of the parameter, so that tied weights stay tied."""
 
 TABLES = (LocalRows, SharedTable)
 
 RESULT = "MAML(model, ...): what the model returns"
-"""How errors name it."""
+"""The name of the output of the model in errors."""
 
 _IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 
 def values_for(model: nn.Module, params: Params, rows: Params, tables: Collection[str] = ()) -> Values:
-    """Find the parameters that are named, and key their values by identity.
+    """Return the values of named parameters, by the id of the parameter.
 
-    Of some, only ``rows`` have values; ``tables`` that have none are themselves, with gradients that are rows.
+    For names in ``rows``, a value holds only these rows. Other ``tables`` keep their value and get row-sparse
+    gradients.
     """
     values: Values = {}
     for name, p in model.named_parameters():
@@ -61,16 +61,16 @@ def values_for(model: nn.Module, params: Params, rows: Params, tables: Collectio
 
 
 def substituted(model: nn.Module, values: Values) -> contextlib.AbstractContextManager[None]:
-    """Substitute values for parameters, and proxies that can be looked up for tables of which rows are given."""
+    """Substitute values for parameters. Tables with rows are replaced by proxies."""
     return replaced(model, {k: v.proxy() if isinstance(v, TABLES) else v for k, v in values.items()})
 
 
 def call_with(
     model: nn.Module, values: Values, x: Nested, norms: NormPass | None = None, *, by_copy: bool = False
 ) -> Any:
-    """Call a model with other values for some of its parameters, by their ids, under a policy of norms.
+    """Call a model with other values for some parameters, under a policy of normalization layers.
 
-    With ``by_copy`` a copy of the model is called, which keeps the values for calls in a backward pass.
+    ``by_copy`` calls a copy of the model, which keeps the values for calls in a backward pass.
     """
     with (
         substituted(model, values),
@@ -87,7 +87,7 @@ def call_with(
 def _normalised(
     model: nn.Module, x: Nested, reference: Nested | None, norms: NormPass
 ) -> tuple[Any, list[tuple[str, float]], list[Moments]]:
-    """Call a model under a policy; return what it returns, and the statistics that were found."""
+    """Call a model under a policy. Return its output and the statistics of its layers."""
     given = None
     if reference is not None:
         with NormCalls(norms, measures=True) as calls:
@@ -99,15 +99,15 @@ def _normalised(
 
 
 def forward_stacked(model: nn.Module, values: Values, x: Nested, norms: NormPass | None = None) -> Nested:
-    """Call a model on ``x`` ``[tasks, n, ...]`` with stacked values for some parameters, as :func:`call_with` does.
+    """Call a model on ``x`` ``[tasks, n, ...]`` with stacked values for some parameters.
 
-    Other parameters, and buffers, are shared by all tasks.
+    All tasks share other parameters and the buffers.
 
     Args:
         model: The model.
-        values: Of parameters, by their ids, ``[tasks, ...]`` each.
-        x: ``[tasks, n, ...]``, or a nested value of such: the arguments of the model.
-        norms: The policy of normalisation layers; None leaves that to the model.
+        values: Values of parameters by their ids, ``[tasks, ...]`` each.
+        x: The arguments of the model, ``[tasks, n, ...]`` or a nested value.
+        norms: The policy of normalization layers. None means that the modules decide.
 
     Returns:
         Predictions ``[tasks, n, ...]``.
@@ -119,14 +119,14 @@ def forward_stacked(model: nn.Module, values: Values, x: Nested, norms: NormPass
     result: Nested = x
     for run in _runs(layers_of(model)):
         form = _stacked_form(run[0], values, result) if len(run) == 1 else None
-        # A layer takes what the one before it returned as one argument, whatever that is.
+        # A layer gets the output of the previous layer as one argument, even if it is a tuple.
         given = structured((result.restored(),), RESULT) if isinstance(result, Structured) else result
         result = _vmapped(run)(_of(run, values), given) if form is None else form(given)  # type: ignore[reportArgumentType]
     return result
 
 
 def _forward_normalised(model: nn.Module, values: Values, x: Nested, norms: NormPass) -> Nested:
-    """Call a model on stacked tasks, with its normalisation layers under a policy."""
+    """Call a model on stacked tasks, with a policy of normalization layers."""
     names: list[tuple[str, float]] = []
 
     def forward(own: Values, x: Nested, references: list[Nested]) -> tuple[Nested, list[Moments]]:
@@ -143,7 +143,7 @@ def _forward_normalised(model: nn.Module, values: Values, x: Nested, norms: Norm
 
 
 def _runs(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Group layers: those whose stacked form is not known with those that follow, up to one whose form is known."""
+    """Group layers. A layer without an explicit form joins the following layers, up to one with an explicit form."""
     runs: list[list[nn.Module]] = []
     for layer in layers:
         if runs and type(runs[-1][0]) not in FORMS and type(layer) not in (nn.Linear, nn.Flatten):
@@ -154,7 +154,7 @@ def _runs(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, target: Nested) -> Tensor:
-    """Return the loss of each task, ``[tasks]``, as ``loss_fn`` gives it for one."""
+    """Return the loss of each task, ``[tasks]``."""
     if isinstance(prediction, Structured) or isinstance(target, Structured):
         on_values = lambda p, y: loss_fn(restored(p), restored(y))  # noqa: E731
         return vmapped(on_values)(prediction, target)
@@ -166,13 +166,13 @@ def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, ta
     if loss_fn is F.cross_entropy and prediction.ndim == 3 and target.ndim == 2:
         each = F.cross_entropy(prediction.flatten(0, 1), target.flatten(), reduction="none")
         counted = (target != _IGNORED).sum(1)
-        # Of many examples the sum may overflow in float16, where the mean does not.
+        # In float16 the sum over many examples may overflow although the mean does not.
         return (widened(each).view(target.shape).sum(1) / counted).to(each.dtype)
     return vmapped(loss_fn)(prediction, target)
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that a chain calls one after the other, also those of chains within."""
+    """Return the modules that an ``nn.Sequential`` calls, including nested ones."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return [module]
     if not is_plain(module):
@@ -181,12 +181,12 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _stacked_form(module: nn.Module, values: Values, x: Nested) -> Callable[[Tensor], Tensor] | None:
-    """Return what computes a layer for stacked tasks, if that is known."""
+    """Return the explicit form of a layer for stacked tasks, or None."""
     if not isinstance(x, Tensor) or not is_plain(module):
         return None
     if type(module) in ELEMENTWISE:
         return module
-    # As a tied output layer may have a weight of which only rows are there.
+    # The weight of a tied output layer may be a table that is replaced by its rows.
     if type(module) is nn.Linear and x.ndim > 2 and not isinstance(values.get(id(module.weight)), TABLES):
         return functools.partial(_linear, module, values)
     if type(module) is nn.Flatten and module.start_dim >= 0 and module.end_dim < 0:
@@ -195,13 +195,12 @@ def _stacked_form(module: nn.Module, values: Values, x: Nested) -> Callable[[Ten
 
 
 def _of(layers: Sequence[nn.Module], values: Values) -> Values:
-    """Return the values of the parameters of layers."""
     keys = {id(p) for layer in layers for p in layer.parameters()}
     return {key: value for key, value in values.items() if key in keys}
 
 
 def _vmapped(layers: Sequence[nn.Module]) -> Callable[[Values, Nested], Nested]:
-    """Return what calls layers on stacked tasks by torch.vmap, given values and inputs."""
+    """Return a function of values and inputs that calls layers on stacked tasks with torch.vmap."""
 
     def forward(own: Values, x: Nested) -> Nested:
         with Dispatch(_HANDLERS), contextlib.ExitStack() as stack:
@@ -229,7 +228,7 @@ def _linear(module: nn.Linear, values: Values, x: Tensor) -> Tensor:
 
 
 def _shared_linear(module: nn.Linear, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor:
-    """Compute an affine map of which a part is frozen, and so the same for all tasks."""
+    """Compute an affine map whose weight or bias is shared by all tasks."""
     y = F.linear(x, module.weight) if weight is None else torch.einsum("t...i,toi->t...o", x, weight)
     if module.bias is None:
         return y
@@ -239,7 +238,7 @@ def _shared_linear(module: nn.Linear, weight: Tensor | None, bias: Tensor | None
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether calling the module is calling its ``forward``: it has no hooks."""
+    """Return whether a call of the module is only its ``forward``, without hooks."""
     everywhere = torch.nn.modules.module
     return not (
         has_hooks(module)
@@ -254,18 +253,18 @@ def is_plain(module: nn.Module) -> bool:
 _ACTIVATIONS = "Dropout ELU GELU Hardtanh Identity LeakyReLU Mish ReLU SELU SiLU Sigmoid Softplus Tanh"
 ELEMENTWISE: set[type[nn.Module]] = {getattr(nn, name) for name in _ACTIVATIONS.split()}
 FORMS: set[type[nn.Module]] = {*ELEMENTWISE, nn.Linear, nn.Flatten}
-"""The layers whose stacked form is known."""
+"""The layers with an explicit form for stacked tasks."""
 
 
 class NotStackableError(Exception):
-    """A model cannot be called for stacked tasks; the message is the reason, to follow "because"."""
+    """A model does not support stacked tasks. The message is the reason, to follow "because"."""
 
 
 def vmapped(fn: Callable[..., T]) -> Callable[..., T]:
-    """Return ``torch.vmap(fn)``, in which each task draws random numbers of its own.
+    """Return ``torch.vmap(fn)`` with separate random numbers for each task.
 
-    The function sees which tensors require grad, as it would see outside of ``torch.vmap``; padding of embeddings has
-    no gradient; other operations in the table ``RULES`` raise :class:`NotStackableError`.
+    Inside, ``requires_grad`` is the value outside of ``torch.vmap``, and the padding of embeddings has no gradient.
+    Operations in the table ``RULES`` raise :class:`NotStackableError`.
     """
 
     def call(*args: Any) -> T:
@@ -276,12 +275,12 @@ def vmapped(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 class VmapRule(NamedTuple):
-    """An operation that torch.vmap computes wrongly, or an attribute that it reports wrongly.
+    """An operation that torch.vmap computes incorrectly, or an attribute with an incorrect value.
 
     Attributes:
         functions: The functions of torch.
-        reason: What torch.vmap does, to follow "because".
-        applies: Returns whether it does that to a call, given its arguments.
+        reason: A description of the defect, to follow "because".
+        applies: Returns whether a call with these arguments has the defect.
     """
 
     functions: tuple[Callable[..., Any], ...]
@@ -309,7 +308,7 @@ RULES: tuple[VmapRule, ...] = (
         "torch.vmap loses gradients of F.linear_cross_entropy(..., options)",
         lambda *args, options=None, **kwargs: options is not None,
     ),
-    # Of the graph, which tensors that vmap wraps do not know.
+    # Attributes of the graph, which wrapped tensors do not have.
     VmapRule(
         (Tensor.grad_fn.__get__, Tensor.is_leaf.__get__),  # type: ignore[reportAttributeAccessIssue]
         "the model asks for the graph of a tensor (grad_fn, is_leaf), which torch.vmap hides",
@@ -326,8 +325,8 @@ def _requires_grad(tensor: Tensor) -> bool:
 def _f_embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Look up rows; torch.vmap passes the padding row of the first task on as that of all (torch 2.13)."""
-    # A shared table is a parameter at first, and a tensor when a step is recomputed.
+    """Look up rows. torch.vmap uses the padding row of the first task for all tasks (torch 2.13)."""
+    # A shared table is a parameter at first, and a tensor in a recomputed step.
     if padding_idx is None or not _torch.is_batched(weight):
         return F.embedding(input, weight, padding_idx, *args, **kwargs)
     vectors = F.embedding(input, weight, None, *args, **kwargs)
@@ -347,7 +346,7 @@ def _without_padding(vectors: Tensor, ids: Tensor, padding: int) -> Tensor:
 
 
 def _attention(function: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Attend in all tasks at once, which torch.vmap (2.13) cannot by the fused kernel of CPUs."""
+    """Compute attention without the fused CPU kernel, which torch.vmap (2.13) does not support."""
     is_fused = query.device.type == "cpu" and not torch.compiler.is_compiling()
     with unfused_attention() if is_fused else contextlib.nullcontext():
         return function(query, *args, **kwargs)
@@ -370,4 +369,4 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: functools.partial(_attention, F.multi_head_attention_forward),
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[reportAttributeAccessIssue]
 }
-"""What replaces or refuses functions that torch.vmap computes wrongly."""
+"""Replacements of functions that torch.vmap computes incorrectly. Some raise :class:`NotStackableError`."""
