@@ -72,8 +72,8 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
             as in the paper. The error depends on the ratio of curvature to :math:`\lambda`. On a small regression
             with :math:`\lambda = 2`, it is 1.1 % after 5 steps and 0.01 % after 10 steps.
         matrix: ``"hessian"`` is the Hessian of the support loss. ``"ggn"`` is the Gauss-Newton matrix of the model
-            and the loss. It is never indefinite if the loss is convex, so the solver also works far from a minimum. Both
-            are equal if the model fits its support examples.
+            and the loss. It is never indefinite if the loss is convex, so the solver also works far from a minimum.
+            Both are equal if the model fits its support examples.
         **arguments: Other arguments of :class:`MAML`.
 
     Raises:
