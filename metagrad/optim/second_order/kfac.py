@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class LayerHook:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
         """Record a call whose gradient is needed."""
-        optimizer = self.optimizer and self.optimizer()
+        optimizer: Any = self.optimizer and self.optimizer()
         if optimizer is None or not torch.is_grad_enabled() or not output.requires_grad:
             return None
         if averaging_wrapper() is not None:
@@ -79,15 +79,15 @@ class LayerHook:
                 "KFAC(model): DistributedDataParallel averages the gradients, and the factors would be those of this "
                 "process, so that parameters would drift apart. Use an optimizer that takes gradients alone."
             )
-        call = optimizer._called(self.name, args[0] if args else kwargs["input"])  # type: ignore[reportPrivateUsage]
+        call = optimizer._called(self.name, args[0] if args else kwargs["input"])
         if call is None:
             return None
         hooked: Any = without_base(output)
 
         def note(gradient: Tensor) -> None:  # the graph holds the call, which holds nothing of the graph
-            optimizer = self.optimizer and self.optimizer()
+            optimizer: Any = self.optimizer and self.optimizer()
             if optimizer is not None:
-                optimizer._returned(self.name, call, gradient.detach())  # type: ignore[reportPrivateUsage]
+                optimizer._returned(self.name, call, gradient.detach())
 
         del optimizer
         hooked.register_hook(note)
@@ -95,9 +95,9 @@ class LayerHook:
 
     def accumulated(self, weight: Tensor) -> None:
         """Report that a backward pass has written the gradient of the weight."""
-        optimizer = self.optimizer and self.optimizer()
+        optimizer: Any = self.optimizer and self.optimizer()
         if optimizer is not None:
-            optimizer._accumulated(self.name)  # type: ignore[reportPrivateUsage]
+            optimizer._accumulated(self.name)
 
 
 class KFAC(CurvatureOptimizer):
@@ -244,10 +244,10 @@ class KFAC(CurvatureOptimizer):
 
     def _set_hooks(self) -> None:
         for name, layer in self._layers.items():
-            hook, weight = LayerHook(weakref.ref(self), name), layer.weight
+            hook, weight = LayerHook(weakref.ref(self), name), cast("Any", layer.weight)
             self._handles += [
                 layer.register_forward_hook(hook, with_kwargs=True),
-                weight.register_post_accumulate_grad_hook(hook.accumulated),  # type: ignore[reportUnknownMemberType]
+                weight.register_post_accumulate_grad_hook(hook.accumulated),
             ]
         weakref.finalize(self, _remove, self._handles)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -79,7 +79,8 @@ class RowSparse(TensorSubclass):
     """
 
     kept: Kept  # below the tape
-    is_sparse: ClassVar[bool] = True  # type: ignore[reportIncompatibleVariableOverride] # for torch.optim
+    if not TYPE_CHECKING:
+        is_sparse = True  # for torch.optim
 
     @property
     def rows(self) -> Tensor:
