@@ -16,6 +16,8 @@ from metagrad.core.capture import forward_mode
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.modules import refuse_sharded
 from metagrad.core.norms import every_order
+from metagrad.core.reach import Reached
+from metagrad.core.substitution import own_buffers
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import (
     Tree,
@@ -121,7 +123,8 @@ def hvp(
         return loss
 
     reverse = _nested if is_transformed() else _reverse
-    with every_order():
+    training = (module for module in Reached(loss_fn).modules if module.training)
+    with every_order(), own_buffers(training):
         loss, gradient, product = (reverse if mode == "reverse" else _forward)(
             fn, leaves, weights, create_graph
         )

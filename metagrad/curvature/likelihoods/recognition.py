@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from metagrad.core._torch import gradients_or_none
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tensors_in
@@ -59,22 +60,18 @@ def recognized(loss: Callable[[], Tensor]) -> Evaluated:
     return Evaluated(value, _MAKERS[call.function](call.arguments))
 
 
-# Linear maps: a loss of their result has the same Gauss-Newton matrix as of the output of the model.
-_LINEAR = {
-    *("Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T"),
-    *("ToCopy", "Transpose", "Unsqueeze", "UnsafeView", "View"),
-}
+def is_affine_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Return whether a tensor is an affine function of outputs alone, such as a slice of one.
 
-
-def is_linear_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Return whether a tensor is one of the outputs, or one reshaped, transposed, sliced or cast."""
-    ends = {output.grad_fn for output in outputs}
-    node = tensor.grad_fn
-    while node is not None and node not in ends:
-        if node.name().partition("Backward")[0] not in _LINEAR:
-            return False
-        node = node.next_functions[0][0]
-    return node is not None
+    The Gauss-Newton matrix of a loss of it is that of the same loss as a function of the outputs.
+    """
+    ends = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    if tensor.grad_fn is None or tensor.grad_fn in ends:
+        return tensor.grad_fn in ends
+    if any(not node.next_functions for node in graph_nodes([tensor], set(ends))):  # a leaf
+        return False
+    slopes = gradients_or_none(tensor, outputs, torch.ones_like(tensor), create_graph=True, allow_unused=True)
+    return not any(slope is not None and slope.requires_grad for slope in slopes)
 
 
 class _Call(NamedTuple):

@@ -12,6 +12,8 @@ from metagrad.autograd.derivatives.recorded import recorded_gradient
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import is_list_or_tuple
 from metagrad.core.norms import every_order
+from metagrad.core.reach import Reached
+from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import zeros_for_none
 from metagrad.curvature.likelihoods.recognition import recognized
 from metagrad.curvature.operators.batches import (
@@ -107,10 +109,13 @@ def hessian(
     if not callable(loss):
         raise TypeError(f"{_CALL}: loss must be a tensor or a function, got {type(loss).__name__}.")
 
+    modules = Reached(loss).modules
+
     def of_batch(batch: Batch) -> HessianOperator:
         leaves = {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in values.items()}
         arguments = tuple(batch) if is_list_or_tuple(batch) else (batch,)
-        with torch.enable_grad(), every_order():
+        training = (module for module in modules if module.training)
+        with torch.enable_grad(), every_order(), own_buffers(training):
             value, known = recognized(lambda: loss(with_values(params, leaves), *arguments))
         operator = of_loss(value, leaves)
         if not is_alone:

@@ -19,6 +19,7 @@ from metagrad.curvature.estimators.trace import trace as estimate_trace
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.operators.scipy import to_scipy
 from metagrad.curvature.operators.space import ParameterSpace, Vectors
+from metagrad.curvature.rows import dot, norm
 from metagrad.curvature.solvers.preconditioner import check_symmetric
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.curvature.solvers.solve import solve as solve_flat
@@ -53,6 +54,7 @@ class Operator:
     def __init__(self, space: ParameterSpace) -> None:
         self.space = space
         self.is_closed: bool = False
+        self._pairs: list[tuple[Tensor, Tensor]] | None = []  # the first vectors and their products
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,7 +78,8 @@ class Operator:
 
         Raises:
             ValueError: The operator is closed, the shape or the dtype is another, a product is not finite, or a
-                parameter was written since the operator was made; the parameter is named.
+                parameter was written since the operator was made (it is named). Or the operator is not symmetric:
+                ``u @ (H @ v)`` and ``v @ (H @ u)`` are compared for the first two vectors.
         """
         self._refuse_closed()
         if vectors.ndim != 2 or vectors.shape[1] != self.space.size or vectors.dtype != self.dtype:
@@ -88,6 +91,8 @@ class Operator:
             return vectors
         products = self._products(vectors)
         self._refuse_nonfinite(vectors, products)
+        if self._pairs is not None and not _torch.functorch_is_active():
+            self._compare(vectors.detach(), products.detach(), self._pairs)
         return products
 
     def _products(self, vectors: Tensor) -> Tensor:
@@ -132,7 +137,10 @@ class Operator:
 
     def to_dense(self) -> Tensor:
         """Return the matrix ``[n, n]``, from n products: for few parameters."""
-        return self.multiply(torch.eye(self.space.size, dtype=self.dtype, device=self.device)).t()
+        matrix = self.multiply(torch.eye(self.space.size, dtype=self.dtype, device=self.device)).t()
+        if not _torch.functorch_is_active():
+            self._refuse_asymmetric(matrix.detach(), matrix.detach().t(), matrix.detach().abs().max())
+        return matrix
 
     # Estimates and solutions: functions of a linear map, applied to this one
 
@@ -262,6 +270,24 @@ class Operator:
         raise ValueError(
             f"H @ v: the product has nan or inf in the entry of {self._first_nonfinite(products)}."
         )
+
+    def _compare(self, vectors: Tensor, products: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Compare u^T A v with v^T A u for the first two vectors, which costs no product."""
+        pairs += zip(vectors[:2].clone(), products[:2].clone(), strict=True)
+        if len(pairs) > 1:
+            self._pairs = None
+            (u, image_u), (v, image_v), *_ = pairs
+            scale = norm(u) * norm(image_v) + norm(v) * norm(image_u)
+            self._refuse_asymmetric(dot(u, image_v), dot(v, image_u), scale)
+
+    def _refuse_asymmetric(self, forms: Tensor, transposed: Tensor, scale: Tensor) -> None:
+        difference = (forms - transposed).abs()
+        if bool((difference > torch.finfo(self.dtype).eps ** 0.5 * scale).any()):
+            raise ValueError(
+                f"H @ v: H is not symmetric: u^T H v and v^T H u differ by {float(difference.max()):.3g}. A hook or "
+                "an autograd.Function in the graph changes gradients: it clips, detaches or draws numbers. Remove it "
+                "while the loss is computed."
+            )
 
     def _first_nonfinite(self, rows: Tensor) -> str:
         bad = (~rows.isfinite()).any(0).nonzero()

@@ -15,11 +15,12 @@ from metagrad.autograd.derivatives.recorded import JacobianGraph, checked_leaves
 from metagrad.core.checks import check_function
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.norms import every_order
+from metagrad.core.reach import Reached
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import LossFn, Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
-from metagrad.curvature.likelihoods.recognition import evaluate, is_linear_in
+from metagrad.curvature.likelihoods.recognition import evaluate, is_affine_in
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, values_of, with_values
 
 Model: TypeAlias = "nn.Module | Callable[[Parameters, Tree], Tree]"
@@ -57,6 +58,7 @@ class ModelProblem:
         self.create_graph = create_graph
         self.any_split = any_split
         refuse_wrapped(call, model)
+        self._modules = Reached(model).modules
         if isinstance(model, nn.Module):
             check_substitutable(call, model.modules())
             unknown = sorted(set(params) - set(_own(model)))
@@ -79,7 +81,7 @@ class ModelProblem:
                 output = self._call_model(leaves, x)
             loss, known = evaluate(self.loss_fn, output, y)
         named = self._checked(leaves, loss)
-        if known is not None and not (self.any_split or is_linear_in(known.output, tensors_in(output))):
+        if known is not None and not (self.any_split or is_affine_in(known.output, tensors_in(output))):
             known = None
         outputs = [known.output] if known is not None else self._differentiable(output)
         if self.create_graph:
@@ -115,14 +117,15 @@ class ModelProblem:
         return found
 
     def _call_model(self, leaves: Mapping[str, Tensor], x: Tree) -> Tree:
-        """Run the model with tensors in the places of its parameters."""
-        if not isinstance(self.model, nn.Module):
-            return self.model(with_values(self.params, leaves), x)
-        own = _own(self.model)
-        values = {id(own[name]): leaf for name, leaf in leaves.items() if leaf is not own[name]}
-        training = (module for module in self.model.modules() if module.training)
-        with replaced(self.model, values), own_buffers(training):  # so that the model does not change
-            return self.model(x)
+        """Run the model with tensors in the places of its parameters, and leave its buffers as they are."""
+        training = (module for module in self._modules if module.training)
+        with own_buffers(training):
+            if not isinstance(self.model, nn.Module):
+                return self.model(with_values(self.params, leaves), x)
+            own = _own(self.model)
+            values = {id(own[name]): leaf for name, leaf in leaves.items() if leaf is not own[name]}
+            with replaced(self.model, values):
+                return self.model(x)
 
     def _checked(self, leaves: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
         """Return the leaves by what errors call them."""

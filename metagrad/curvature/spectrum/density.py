@@ -178,8 +178,8 @@ def spectral_density(
         operator, probes, steps=steps, distribution=distribution, generator=generator, chunk=chunk, call=_CALL
     ):  # fmt: skip
         rules = [gauss_rule(state, start) for start in range(len(state.sizes))]
-        nodes += [_padded(rule.nodes, state.diagonal.shape[1], float(rule.nodes[0])) for rule in rules]
-        weights += [_padded(rule.weights, state.diagonal.shape[1], 0.0) for rule in rules]
+        nodes += [_padded(rule.nodes, state.basis.shape[1], float(rule.nodes[0])) for rule in rules]
+        weights += [_padded(rule.weights, state.basis.shape[1], 0.0) for rule in rules]
         matvecs += state.matvecs
     found = torch.stack(nodes)
     return Density(found, torch.stack(weights), sigma or _default_sigma(found), operator.shape[0], matvecs)

@@ -79,9 +79,7 @@ def gauss_rule(state: LanczosState, start: int, size: int | None = None) -> Gaus
         moments and quadrature", 1994.
     """
     size = state.sizes[start] if size is None else min(size, state.sizes[start])
-    matrix = torch.diag(state.diagonal[start, :size])
-    beta = state.off_diagonal[start, : size - 1]
-    return GaussRule(*linalg.eigh(matrix + torch.diag(beta, 1) + torch.diag(beta, -1)))
+    return GaussRule(*linalg.eigh(state.projected[start, :size, :size]))
 
 
 def krylov_spaces(

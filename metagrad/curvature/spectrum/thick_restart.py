@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.curvature.linear_map import LinearMap, checked_products
+from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.rows import scaled_norm
-from metagrad.curvature.spectrum.lanczos import check_symmetric, negligible, orthogonalise
+from metagrad.curvature.spectrum.lanczos import lanczos_step, orthogonalize
 
 Which = Literal["largest", "smallest", "both", "magnitude"]
 
@@ -216,33 +216,27 @@ def random_unit(basis: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw a direction orthogonal to orthonormal rows, uniformly."""
     device = basis.device if generator is None else generator.device
     vector = torch.randn(basis.shape[1], dtype=basis.dtype, device=device, generator=generator)
-    vectors = orthogonalise(vector.to(basis.device)[None], basis[None], near=len(basis))[0]
+    vectors = orthogonalize(vector.to(basis.device)[None], basis[None], near=len(basis))[0]
     return (vectors / scaled_norm(vectors))[0]
 
 
 def _extend(
     operator: LinearMap, space: KrylovSpace, generator: torch.Generator | None, call: str
 ) -> KrylovSpace:
-    """Multiply the next vector; what the product adds to the space is the one after."""
+    """Multiply the next vector. The direction that the product adds to the space is the vector after it."""
     basis, projected, j = space.basis, space.projected, space.size
-    image = checked_products(call, operator, basis[j : j + 1]).detach()
-    rest, parts = orthogonalise(image, basis[None, : j + 1], space.coupled)
-    norm = scaled_norm(rest)
-    report = torch.cat([parts[0], norm, scaled_norm(image)]).cpu().double()
-    scale, beta = max(space.scale, float(report[-1])), float(report[-2])
-    mismatch = (report[space.locked : j] - projected[j, space.locked : j]).abs()
-    if mismatch.numel():
-        check_symmetric(mismatch, torch.tensor(scale, dtype=torch.float64), operator.dtype, call)
-    projected[j, j] = report[j]
-    if j + 1 == basis.shape[1]:
-        beta = 0.0  # the whole space
-    elif beta <= negligible(operator.dtype) * scale:
-        beta, basis[j + 1] = 0.0, random_unit(basis[: j + 1], generator)
-    else:
-        basis[j + 1] = rest[0] / norm
-    projected[j, j + 1] = projected[j + 1, j] = beta
+    scale = torch.tensor([space.scale], dtype=torch.float64)
+    step = lanczos_step(
+        operator, basis[None], projected[None], j, [0], scale,
+        locked=space.locked, coupled=space.coupled, call=call,
+    )  # fmt: skip
+    basis[j + 1] = step.directions[0]
+    if j + 1 == basis.shape[1]:  # the whole space
+        projected[j, j + 1] = projected[j + 1, j] = 0.0
+    elif not float(step.norms):
+        basis[j + 1] = random_unit(basis[: j + 1], generator)
     return space._replace(
-        size=j + 1, coupled=2, scale=scale, steps=space.steps + 1, matvecs=space.matvecs + 1
+        size=j + 1, coupled=2, scale=float(step.scales), steps=space.steps + 1, matvecs=space.matvecs + 1
     )
 
 
