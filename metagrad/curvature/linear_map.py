@@ -1,4 +1,4 @@
-"""What estimators and solvers need to know of an operator: its size, and its products with rows of vectors."""
+"""The protocol of estimators and solvers: the size of a linear map, and its products with rows of vectors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_a
+
 FACTORISED = (torch.float32, torch.float64)
-"""The dtypes of which torch factorises matrices."""
+"""The dtypes whose matrices torch can factorize."""
 
 
 class LinearMap(Protocol):
-    """A symmetric map of n-vectors: all that estimators and solvers need of an operator.
+    """A symmetric linear map of n-vectors. Estimators and solvers need nothing else of an operator.
 
-    Solvers also take several matrices at once, such as the Hessians of tasks: a map with an attribute
-    ``num_matrices``, k, whose products are of rows ``[k, n]``, each with a matrix of its own. A map may say in an
-    attribute ``num_together`` how many vectors it multiplies fastest: it is given no more random probes at a time.
+    A solver also accepts several matrices at once, such as the Hessians of tasks. Such a map has an attribute
+    ``num_matrices``, k, and multiplies rows ``[k, n]``, each with its own matrix. A map may have an attribute
+    ``num_together``, the number of vectors that it multiplies fastest. Random probes then come in pieces of that
+    size.
     """
 
     @property
@@ -37,27 +40,27 @@ class LinearMap(Protocol):
         ...
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """Multiply each row of ``vectors``, shape [num_vectors, n], giving rows of the same shape."""
+        """Multiply each row of ``vectors``, shape [num_vectors, n]. The result has the same shape."""
         ...
 
 
 Rows: TypeAlias = Callable[[Tensor], Tensor]
-"""A linear map of rows, [k, n] to [k, n]; of one operator, unless a function says that each row has its own."""
+"""A linear map of rows, [k, n] to [k, n]. All rows have the same matrix unless a function says otherwise."""
 
 
 @dataclass(frozen=True)
 class OwnMatrices:
-    """A linear map of rows in which each has a matrix of its own, so that all are multiplied or none."""
+    """A linear map of rows in which each row has its own matrix. All rows are multiplied or none."""
 
     products: Rows
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply."""
+        """Multiply rows."""
         return self.products(rows)
 
 
 def refuse_half(call: str, dtype: torch.dtype) -> None:
-    """Raise ``TypeError`` if torch does not factorize matrices of a dtype."""
+    """Raise ``TypeError`` if torch cannot factorize matrices of a dtype."""
     if dtype not in FACTORISED:
         raise TypeError(
             f"{call}: factorises a matrix, which torch does in float32 and float64, got an operator of {dtype}. Take "
@@ -66,34 +69,34 @@ def refuse_half(call: str, dtype: torch.dtype) -> None:
 
 
 def checked_size(call: str, operator: LinearMap) -> int:
-    """Return n of an n x n map of floating point numbers."""
+    """Return n. Raise unless ``operator`` is an n x n map of floating point numbers."""
     for name in ("shape", "dtype", "device", "multiply"):
         if not hasattr(operator, name):
             raise TypeError(
                 f"{call}: operator must be a linear map with shape, dtype, device and multiply; "
                 f"{type(operator).__name__} has no {name}."
             )
-    shape = tuple(operator.shape)
+    shape = tuple(operator.shape) if isinstance(operator.shape, tuple) else (operator.shape,)
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise ValueError(f"{call}: operator must be square and not empty, got shape {shape}.")
-    if not operator.dtype.is_floating_point:
+    if not (is_a(operator.dtype, torch.dtype) and operator.dtype.is_floating_point):
         raise TypeError(f"{call}: operator must be of a floating point dtype, got {operator.dtype}.")
     return shape[0]
 
 
 def shaped_products(call: str, operator: LinearMap, vectors: Tensor) -> Tensor:
-    """Multiply rows, and see that the products have the shape of the vectors."""
+    """Multiply rows. Raise ``ValueError`` unless the products have the shape of the vectors."""
     products = operator.multiply(vectors)
-    if products.shape != vectors.shape:
+    if not is_a(products, Tensor) or products.shape != vectors.shape:
+        got = tuple(products.shape) if is_a(products, Tensor) else type(products).__name__
         raise ValueError(
-            f"{call}: operator.multiply must keep the shape {tuple(vectors.shape)} of its vectors, got "
-            f"{tuple(products.shape)}."
+            f"{call}: operator.multiply must keep the shape {tuple(vectors.shape)} of its vectors, got {got}."
         )
     return products
 
 
 def checked_products(call: str, operator: LinearMap, vectors: Tensor) -> Tensor:
-    """Multiply rows, and see that the products are finite as well."""
+    """Multiply rows. Raise ``ValueError`` unless the products are finite and have the shape of the vectors."""
     products = shaped_products(call, operator, vectors)
     if not bool(products.detach().sum(-1).isfinite().all()) and not bool(products.isfinite().all()):
         raise ValueError(

@@ -1,8 +1,9 @@
 """Sums over rows as long as a network has parameters, to the precision of their elements.
 
-On a CPU torch's norms and matrix products add up a row in few running sums. Where the terms have one sign, as the
-squares of a norm, the error grows with the length: in single precision the norm of 25 million normal numbers is off
-by 1e-3 (torch 2.13). ``sum`` adds in pairs, and is off by 1e-8; products of pieces, summed, are by 1e-7.
+On a CPU, torch's norms and matrix products add up a row in few running sums. If all terms have one sign, as the
+squares of a norm do, the error grows with the length. In single precision, the norm of 25 million normal numbers is
+off by 1e-3 (torch 2.13). ``sum`` adds in pairs and is off by 1e-8. Products of pieces that are then summed are off by
+1e-7.
 
 References:
     Higham, "Accuracy and stability of numerical algorithms", 2nd edition, 2002, section 4.2.
@@ -19,12 +20,12 @@ _PIECE = 4096
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply row with row, [..., n] and [..., n] to [...]."""
+    """Compute the dot product of each pair of rows, [..., n] and [..., n] to [...]."""
     return (a * b).sum(-1)
 
 
 def norm(rows: Tensor) -> Tensor:
-    """Return the norm of each row, [..., n] to [...]; its derivatives at zero are 0."""
+    """Return the norm of each row, [..., n] to [...]. Its derivatives at zero are 0."""
     squares = dot(rows, rows)
     if not rows.requires_grad:
         return squares.sqrt()
@@ -33,7 +34,7 @@ def norm(rows: Tensor) -> Tensor:
 
 
 def scaled_norm(rows: Tensor) -> Tensor:
-    """Return the norms of rows of any magnitude: the largest element is taken out before the squares."""
+    """Return the norm of each row. The largest element is divided out first, so no square overflows or vanishes."""
     if rows.shape[-1] == 0:
         return rows.new_zeros(rows.shape[:-1])
     largest = rows.detach().abs().amax(-1)
@@ -42,7 +43,7 @@ def scaled_norm(rows: Tensor) -> Tensor:
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply every row with every row, [..., k, n] and [..., j, n] to [..., k, j].
+    """Compute the dot product of every row with every row, [..., k, n] and [..., j, n] to [..., k, j].
 
     Example:
         >>> from metagrad.curvature.rows import inner
@@ -61,20 +62,21 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 def orthonormal(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return orthonormal rows and the coordinates in them: vectors [k, n] = lower [k, k] @ rows, for k up to n.
+    """Return orthonormal rows and the coordinates of vectors in them.
 
-    They are orthonormal whatever the vectors are, and have derivatives where these are independent.
+    ``vectors`` [k, n] is ``lower`` [k, k] @ ``rows`` [k, n], for k up to n. The rows are orthonormal for any vectors.
+    They are differentiable if the vectors are linearly independent.
     """
     rows, lower = _householder(vectors.detach())
     if not vectors.requires_grad:
         return rows, lower
-    rows = linalg.solve_triangular(lower, vectors, upper=False)  # the same rows, on the tape
+    rows = linalg.solve_triangular(lower, vectors, upper=False)  # the same rows, differentiable
     factor, _ = linalg.cholesky_ex(inner(rows, rows))
     return linalg.solve_triangular(factor, rows, upper=False), lower @ factor
 
 
 def _householder(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormalise by Householder's method; long vectors by pieces on a CPU.
+    """Orthonormalize by Householder's method. On a CPU, long vectors are treated in pieces.
 
     References:
         Demmel, Grigori, Hoemmen, Langou, "Communication-optimal parallel and sequential QR and LU factorizations",

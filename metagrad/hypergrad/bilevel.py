@@ -1,4 +1,4 @@
-"""Bilevel optimization: steps on the inner loss, then a step of the hyper-parameters along the hypergradient."""
+"""Bilevel optimization: steps on the inner loss, then a step of the hyperparameters along the hypergradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import backward
-from metagrad.core.checks import check_count
+from metagrad.core.checks import check_count, check_function
 from metagrad.core.tree import Params, Tree, detached, leaf_names, tree_leaves
 from metagrad.hypergrad.hypergradient import checked, completed
 from metagrad.hypergrad.inverses import CG
@@ -29,17 +29,17 @@ OptimizerLike: TypeAlias = "Rule | Callable[[list[Tensor]], torch.optim.Optimize
 """A rule of :mod:`metagrad.optim.rules`, or a function from a list of tensors to a ``torch.optim`` optimizer."""
 
 Loss: TypeAlias = Callable[..., Tensor]
-"""``loss(params, hyper)``, or ``loss(params, hyper, batch)`` where there are batches."""
+"""``loss(params, hyper)``, or with batches ``loss(params, hyper, batch)``."""
 
 
 class BilevelResult(NamedTuple):
-    """What :func:`bilevel` leaves.
+    """The result of :func:`bilevel`.
 
     Attributes:
         params: Parameters after the last inner step.
-        hyper: What was learned, in its tree.
+        hyper: The learned hyperparameters, in their pytree.
         outer_losses: The outer loss before each outer step, ``[steps]``.
-        inner_losses: The inner loss after the inner steps of each, ``[steps]``.
+        inner_losses: The inner loss after the inner steps of each outer step, ``[steps]``.
     """
 
     params: Parameters
@@ -64,40 +64,42 @@ def bilevel(
     outer_batches: Iterable[Any] | None = None,
     callback: Callable[[int, Parameters, Tree, float], object] | None = None,
 ) -> BilevelResult:
-    r"""Minimize an outer loss over hyper-parameters, at the minimum of an inner loss that depends on them.
+    r"""Minimize an outer loss over hyperparameters, at the minimum of an inner loss that depends on them.
 
     .. math:: \min_\lambda f(\phi^*(\lambda), \lambda), \qquad \phi^*(\lambda) = \arg\min_\phi g(\phi, \lambda)
 
-    Each outer step takes ``inner_steps`` steps on the inner loss, estimates the hypergradient where they end, and
-    gives it to the outer optimizer. ``params`` and ``hyper`` are not written to.
+    Each outer step takes ``inner_steps`` steps on the inner loss and estimates the hypergradient at the final
+    parameters. The outer optimizer uses it as its gradient. ``params`` and ``hyper`` are not modified.
 
     Args:
-        outer_loss: ``outer_loss(params, hyper)``, one number; with ``outer_batches``, of a batch as well.
-        inner_loss: ``inner_loss(params, hyper)``, likewise.
-        params: Parameters by name, where the inner steps begin; without a warm start also a function of the outer
-            step that returns them: where it draws new ones, what is learned is for initialisations at large.
-        hyper: A tree of the hyper-parameters, which are learned.
-        inner: The optimizer of the parameters: a rule of :mod:`metagrad.optim.rules`; or a function, or class, that
-            makes a ``torch.optim`` optimizer of a list of tensors, such as ``metagrad.optim.NewtonCG`` or
+        outer_loss: ``outer_loss(params, hyper)``, a scalar. With ``outer_batches``, ``outer_loss(params, hyper,
+            batch)``.
+        inner_loss: ``inner_loss(params, hyper)``, a scalar. With ``inner_batches``, it also takes a batch.
+        params: Parameters by name, the start of the inner steps. Without a warm start, also a function of the outer
+            step that returns them. If it draws new parameters, hyperparameters are learned for random
+            initializations.
+        hyper: A pytree of the hyperparameters, which are learned.
+        inner: The optimizer of the parameters: a rule of :mod:`metagrad.optim.rules`, or a function or class that
+            makes a ``torch.optim`` optimizer from a list of tensors. Examples are ``metagrad.optim.NewtonCG`` and
             ``functools.partial(torch.optim.SGD, lr=0.1)``.
-        outer: The optimizer of ``hyper``, likewise.
-        steps: Outer steps.
-        inner_steps: Inner steps for each of them, 0 or more: ``Unroll`` takes steps of its own.
-        method: The hypergradient; ``CG()`` where it is None.
-        warm_start: Go on from the parameters, and the state of their optimizer, that the last outer step left; else
-            begin again, from ``params``.
-        inner_batches: What the inner loss takes, one for each inner step, again from the first after the last; the
-            hypergradient is that of the next one.
-        outer_batches: What the outer loss takes, one for each outer step, likewise.
-        callback: Called before each outer step as ``callback(step, params, hyper, outer_loss)``; optimizers of torch
+        outer: The optimizer of ``hyper``, as ``inner``.
+        steps: Number of outer steps.
+        inner_steps: Number of inner steps for each outer step, 0 or more. ``Unroll`` takes its own steps.
+        method: The hypergradient method. None is ``CG()``.
+        warm_start: Start each outer step from the parameters and optimizer state of the last one. Otherwise start
+            again from ``params``.
+        inner_batches: Batches of the inner loss, one for each inner step, repeated as needed. The hypergradient uses
+            the next batch.
+        outer_batches: Batches of the outer loss, one for each outer step, repeated as needed.
+        callback: Called before each outer step as ``callback(step, params, hyper, outer_loss)``. Torch optimizers
             write into these tensors later.
 
     Returns:
-        Parameters, what was learned, and losses.
+        Parameters, learned hyperparameters, and losses.
 
     Raises:
-        ValueError: A number is out of its range, there are no batches, ``params`` is a function in spite of a warm
-            start, or as :func:`metagrad.hypergradient`.
+        ValueError: A number is out of its range, there are no batches, or ``params`` is a function with a warm start.
+            Also for the reasons of :func:`metagrad.hypergradient`.
         TypeError: An optimizer is neither a rule nor a function of tensors.
 
     Example:
@@ -123,10 +125,12 @@ def bilevel(
         Franceschi, Frasconi, Salzo, Grazzi, Pontil, "Bilevel programming for hyperparameter optimization and
         meta-learning", ICML 2018, section 5.1 (hyper-cleaning); Ji, Yang, Liang, "Bilevel optimization: convergence
         analysis and enhanced design", ICML 2021, algorithm 1 (warm start); Wang, Zhu, Torralba, Efros, "Dataset
-        distillation", arXiv:1811.10959, section 3 (an initialisation for each outer step).
+        distillation", arXiv:1811.10959, section 3 (an initialization for each outer step).
     """
     check_count(f"{CALL}: steps", steps)
     check_count(f"{CALL}: inner_steps", inner_steps, 0)
+    if callback is not None:
+        check_function(CALL, "callback", callback)
     method = checked(CG() if method is None else method)
     streams = [None if batches is None else _cycled(batches) for batches in (outer_batches, inner_batches)]
     begin = _beginning(params, warm_start)
@@ -138,7 +142,7 @@ def bilevel(
     inner_losses: list[Tensor] = []
 
     def here(outer_loss: Loss, inner_loss: Loss) -> Problem:
-        """Return the problem where the levels are."""
+        """Return the problem at the present parameters and hyperparameters."""
         found = first.wrapped({name: v.detach() for name, v in lower.values.items()})
         learned = first.hyper_of([leaf.detach() for leaf in upper.values.values()])
         return Problem(outer_loss, inner_loss, found, learned)
@@ -170,7 +174,7 @@ def _beginning(
         return lambda step: fixed
     if warm_start:
         raise ValueError(
-            f"{CALL}: a function as params begins anew at each outer step, and a warm start goes on from the last "
+            f"{CALL}: a function as params starts again at each outer step, and a warm start continues from the last "
             "one. Pass warm_start=False, or the parameters themselves."
         )
     return params
@@ -197,7 +201,7 @@ def _is_rule(optimizer: OptimizerLike) -> TypeIs[Rule]:
 
 
 class _Level:
-    """Tensors by name, and the optimizer that moves them."""
+    """Tensors by name, and the optimizer that updates them."""
 
     def __init__(self, which: str, optimizer: OptimizerLike, values: Params) -> None:
         # Optimizers of torch write in place.
@@ -213,7 +217,7 @@ class _Level:
             self.optimizer = optimizer(list(self.values.values()))
         if self.rule is None and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"{CALL}: {which} must be a rule, such as mg.optim.rules.adam(lr=0.01), or a function of a list of "
+                f"{CALL}: {which} must be a rule such as mg.optim.rules.adam(lr=0.01), or a function of a list of "
                 "tensors that returns a torch.optim optimizer, such as functools.partial(torch.optim.Adam, lr=0.01), "
                 f"got {type(optimizer).__name__}."
             )
@@ -256,7 +260,7 @@ class _Level:
 
 
 def _cycled(batches: Iterable[Any]) -> Iterator[Any]:
-    """Go through batches again and again."""
+    """Iterate over batches forever."""
     while True:
         is_empty = True
         for batch in batches:

@@ -24,7 +24,7 @@ from metagrad.hypergrad.problem import (
 
 @dataclass(frozen=True)
 class FiniteDifference:
-    r"""DARTS: the derivative of one inner step, its mixed derivative by a central difference.
+    r"""DARTS: the derivative of one inner step, with its mixed derivative by a central difference.
 
     .. math::
         \phi' = \phi - \xi \nabla_\phi g(\phi, \lambda), \qquad
@@ -32,16 +32,16 @@ class FiniteDifference:
         \frac{\nabla_\lambda g(\phi^+, \lambda) - \nabla_\lambda g(\phi^-, \lambda)}{2 \epsilon}, \qquad
         \phi^\pm = \phi \pm \epsilon \, \nabla_{\phi'} f(\phi', \lambda)
 
-    It costs four gradients, one where the rate is 0, and no second derivative. Its error against
-    ``FirstOrder(scale=lr)`` is of the order :math:`\epsilon^2` and of rounding errors over :math:`\epsilon`; zero for
-    an inner loss that is quadratic.
+    It costs four gradients, or one if ``lr`` is 0, and no second derivative. Its error relative to
+    ``FirstOrder(scale=lr)`` is of the order :math:`\epsilon^2`, plus rounding errors over :math:`\epsilon`. For a
+    quadratic inner loss only rounding errors remain.
 
     Args:
-        lr: The rate :math:`\xi` of the inner step, 0 or more; 0 leaves the second term out: first-order DARTS.
+        lr: The learning rate :math:`\xi` of the inner step, 0 or more. 0 omits the second term: first-order DARTS.
         epsilon: Distance :math:`\epsilon` of the two points, times the norm of the gradient of f.
 
     Raises:
-        ValueError: ``lr`` is negative, or ``epsilon`` not above 0.
+        ValueError: ``lr`` is negative, or ``epsilon`` is not above 0.
 
     Example:
         >>> metagrad.hypergradient(
@@ -66,7 +66,7 @@ class FiniteDifference:
         check_positive("FiniteDifference(..., epsilon)", self.epsilon)
 
     def estimate(self, problem: Problem) -> Derivative:
-        """Take the step, and two gradients beside it."""
+        """Take the step, and two gradients next to it."""
         _check(problem)
         values, hyper = problem.variables(), problem.hyper_leaves()
         if self.lr == 0:
@@ -86,7 +86,7 @@ class FiniteDifference:
     def _mixed(
         self, problem: Problem, values: Params, hyper: Sequence[Tensor], direction: Params
     ) -> Sequence[Tensor | None]:
-        r"""Return :math:`\frac{\partial^2 g}{\partial\lambda \partial\phi} v` by two gradients beside here."""
+        r"""Return :math:`\frac{\partial^2 g}{\partial\lambda \partial\phi} v` by two gradients, one on each side."""
         norm = linalg.vector_norm(torch.stack([linalg.vector_norm(v) for v in direction.values()]))
         if not bool(norm > 0):
             return zeros_for_none([None] * len(hyper), hyper)
@@ -102,17 +102,17 @@ class FiniteDifference:
 def _gradients(
     loss: Callable[[Params, Sequence[Tensor]], Tensor], values: Params, hyper: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Differentiate a loss in the parameters and in ``hyper``; None where it does not depend on one."""
+    """Differentiate a loss with respect to the parameters and ``hyper``. None for a tensor it does not depend on."""
     values = {name: v if v.requires_grad else v.requires_grad_() for name, v in values.items()}
     with torch.enable_grad():
         return gradients(loss(values, hyper), [*values.values(), *hyper])
 
 
 def _check(problem: Problem) -> None:
-    """Raise for a derivative on the tape, and for half precision."""
+    """Raise for a differentiable derivative, and for half precision."""
     if problem.create_graph:
         raise ValueError(
-            f"{CREATE}: FiniteDifference is a difference, which is not put on the tape. Take CG, Exact or Unroll."
+            f"{CREATE}: FiniteDifference is a difference, which is not differentiable. Take CG, Exact or Unroll."
         )
     hyper = zip(leaf_names(problem.hyper, "hyper"), tree_leaves(problem.hyper), strict=True)
     for name, value in [*problem.params.items(), *hyper]:

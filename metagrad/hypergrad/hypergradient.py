@@ -1,4 +1,4 @@
-"""The derivative of an outer loss at the minimum of an inner one."""
+"""The derivative of an outer loss at the minimum of an inner loss."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ def hypergradient(
     method: Method | None = None,
     create_graph: bool = False,
 ) -> Tree:
-    r"""Differentiate an outer loss at the minimum of an inner loss with respect to hyper-parameters of both.
+    r"""Differentiate an outer loss at the minimum of an inner loss with respect to hyperparameters of both.
 
     .. math::
         \frac{d}{d\lambda} f(\phi^*(\lambda), \lambda), \qquad \phi^*(\lambda) = \arg\min_\phi g(\phi, \lambda)
 
     ========================== ================================== ====================================================
-    method                     cost                               what it is
+    method                     cost                               error
     ========================== ================================== ====================================================
-    ``Exact``                  n products with the Hessian        to rounding errors
-    ``CG``                     a product a step                   to the residual of its solve
-    ``Unroll``                 a gradient of a gradient a step    from ``params`` on; that of the steps, at any order
+    ``Exact``                  n products with the Hessian        rounding
+    ``CG``                     a product a step                   the residual of its solve
+    ``Unroll``                 a gradient of a gradient a step    none for its steps from ``params``, at any order
     ``Neumann``                a product a step                   falls with :math:`(1 - \alpha \lambda_{\min})^k`
-    ``Nystrom``                ``rank`` products                  to the eigenvalues beyond the rank, and its damping
-    ``FirstOrder``             none, or a mixed derivative        as far as the Hessian is a multiple of the identity
-    ``FiniteDifference``       4 gradients                        the same, and the square of a difference
+    ``Nystrom``                ``rank`` products                  the eigenvalues beyond the rank, and its damping
+    ``FirstOrder``             none, or a mixed derivative        the Hessian's distance to a multiple of the identity
+    ``FiniteDifference``       4 gradients                        as ``FirstOrder``, plus the square of a difference
     ========================== ================================== ====================================================
 
     Args:
         outer_loss: ``outer_loss(params, hyper)``, a tensor with one element.
-        inner_loss: ``inner_loss(params, hyper)``, likewise, and deterministic.
-        params: Parameters by name, at the minimum of the inner loss; for the methods that take steps, where these
-            begin. A :class:`~metagrad.sparse.SparseTensor` stands for its values. They are constants.
-        hyper: The hyper-parameters: a dict, or another tree, of floating point tensors or SparseTensors.
-        method: A row of the table; None is ``CG()``.
-        create_graph: Put the derivative on the tape, to be differentiated with respect to ``hyper``: by ``Unroll`` as
-            often as you like, by ``CG`` and ``Exact`` once; once more is an error, as it is at once for all others.
+        inner_loss: ``inner_loss(params, hyper)``, a tensor with one element. Deterministic.
+        params: Parameters by name, at the minimum of the inner loss. For ``Unroll``, the start of its steps. A
+            :class:`~metagrad.sparse.SparseTensor` stands for its values. They are constants.
+        hyper: The hyperparameters: a dict, or another pytree, of floating point tensors or SparseTensors.
+        method: A row of the table. None is ``CG()``.
+        create_graph: Make the derivative differentiable with respect to ``hyper``. ``Unroll`` supports any order,
+            ``CG`` and ``Exact`` one more derivative. Every other method raises.
 
     Returns:
-        A tree as ``hyper``; what is a SparseTensor there has its derivative on the same pattern.
+        A pytree like ``hyper``. The derivative of a SparseTensor is on the same pattern.
 
     Raises:
-        ValueError: A loss is not one number; neither depends on a part of ``hyper``; the inner one does not depend on
-            a parameter; an operation lacks a derivative, or has a wrong one; the method's cannot be differentiated.
-        TypeError: ``params`` or ``hyper`` hold something else than floating point tensors.
-        SolveError: The Hessian of the inner loss is not positive definite, or a product with it not finite.
+        ValueError: A loss is not a scalar, or neither loss depends on a part of ``hyper``. The inner loss does not
+            depend on a parameter. An operation has no derivative or an incorrect one. The method does not support
+            ``create_graph``.
+        TypeError: ``params`` or ``hyper`` has an entry that is not a floating point tensor.
+        SolveError: The Hessian of the inner loss is not positive definite, or a product with it is not finite.
 
     Example:
         A penalty on :math:`\phi`: :math:`\phi^* = 1 / (1 + \lambda)`, and :math:`f = \phi` has
@@ -70,15 +71,15 @@ def hypergradient(
     """
     if is_transformed():
         raise ValueError(
-            "hypergradient(...): inside a torch.func transform there is no tape. Pass create_graph=True, and "
-            "differentiate what it returns by metagrad.grad."
+            "hypergradient(...): inside a torch.func transform there is no autograd graph. Pass create_graph=True, "
+            "and differentiate the result by metagrad.grad."
         )
     problem = Problem(outer_loss, inner_loss, params, hyper, create_graph)
     return completed(problem, checked(CG() if method is None else method).estimate(problem))
 
 
 def checked(method: Method) -> Method:
-    """Raise ``TypeError`` unless a value is a method."""
+    """Return ``method``. Raise ``TypeError`` unless it is a method."""
     if isinstance(method, type) or not hasattr(method, "estimate"):
         raise TypeError(
             f"hypergradient(..., method): expected a method such as hypergrad.CG(steps=20), got {method!r}."
@@ -87,7 +88,12 @@ def checked(method: Method) -> Method:
 
 
 def completed(problem: Problem, estimate: Derivative) -> Tree:
-    """Return an estimate as a tree like ``hyper``; refuse a failed solve, what is unused and what is not finite."""
+    """Return an estimate as a pytree like ``hyper``.
+
+    Raises:
+        SolveError: The solve failed.
+        ValueError: A part of ``hyper`` is unused, or a derivative is not finite.
+    """
     if estimate.solution is not None:
         check_solution(CALL, estimate.solution, estimate.residual)
     leaves, names = tree_leaves(problem.hyper), leaf_names(problem.hyper, "hyper")

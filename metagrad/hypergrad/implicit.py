@@ -7,7 +7,7 @@ At :math:`\phi^*(\lambda) = \arg\min_\phi g(\phi, \lambda)` the gradient of g is
         - \frac{\partial^2 g}{\partial\lambda \, \partial\phi} \, u, \qquad
     \frac{\partial^2 g}{\partial\phi^2} \, u = \nabla_\phi f.
 
-Methods differ in how they find u.
+Methods differ in how they compute u.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from metagrad.curvature.solvers.solution import Result, Solution, SolveError
 from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, gradients, minus, refuse_sparse
 
 LOOSE = 1e-2
-"""Residuals above this, relative to the right-hand side, are warned of."""
+"""Residuals above this value, relative to the right-hand side, give a warning."""
 
 _NO_MINIMUM = (
     "It is not positive definite, so the parameters are at no minimum. Take more inner steps, give the inner loss a "
@@ -42,24 +42,24 @@ _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAG
 
 @dataclass(frozen=True)
 class ImplicitMethod:
-    """A method that is an inverse of the Hessian of the inner loss; :func:`implicit_diff` takes it too.
+    """A method given by an inverse of the Hessian of the inner loss. :func:`implicit_diff` also accepts it.
 
     Attributes:
-        is_exact: Whether it solves the system but for its ``damping``, so that the derivative may be differentiated.
+        is_exact: Whether it solves the system exactly, up to its ``damping``. Then the derivative is differentiable.
     """
 
     is_exact: ClassVar[bool] = False
 
     @property
     def is_zero(self) -> bool:
-        """Whether u is zero: the minimum is treated as a constant."""
+        """Whether u is zero, so the minimum is a constant."""
         return False
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
-        """Solve for rows, with the Hessian; with gradients enabled, on the tape if the products are.
+        """Solve for rows with the Hessian. With gradients enabled, the solution is differentiable if the products are.
 
         Args:
-            operator: The Hessian; or those of k tasks, as ``num_matrices`` says.
+            operator: The Hessian, or the Hessians of k tasks if it has ``num_matrices``.
             b: A right-hand side ``[n]``, or one for each task, ``[k, n]``.
         """
         raise NotImplementedError
@@ -68,14 +68,14 @@ class ImplicitMethod:
         """Estimate the derivative at the parameters of the problem."""
         if problem.create_graph and not self.is_exact:
             raise ValueError(
-                f"{CREATE}: {type(self).__name__} approximates the derivative, and what it leaves out has a "
-                "derivative too. Take CG, Exact or Unroll."
+                f"{CREATE}: {type(self).__name__} approximates the derivative, so its own derivative is not correct. "
+                "Take CG, Exact or Unroll."
             )
         with torch.enable_grad():
             values, hyper = problem.variables(), problem.hyper_leaves()
             if problem.create_graph:
-                values = self._on_the_tape(problem, values, hyper)
-                # Others of the same numbers: partial derivatives do not go through the minimum.
+                values = self._differentiable(problem, values, hyper)
+                # New tensors with the same values, so partial derivatives do not go through the minimum.
                 hyper = [leaf.view_as(leaf) for leaf in hyper]
             return self._estimate(problem, values, hyper)
 
@@ -90,13 +90,13 @@ class ImplicitMethod:
         gradient = [minus(a, b) for a, b in zip(direct, mixed, strict=True)]
         return Derivative(gradient, solution, relative_residual(solution, b))
 
-    def _on_the_tape(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:
-        """Return the parameters with their dependence on ``hyper``: a step of Newton's method, of no length.
+    def _differentiable(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:
+        """Return the parameters as a differentiable function of ``hyper``: a Newton step of length zero.
 
-        The gradient, which is zero at the minimum alone, gives its derivative without its value.
+        The gradient is zero only at the minimum. Therefore its derivative is used, but not its value.
         """
         H = _inner_hessian(problem, values, hyper)
-        undamped: ImplicitMethod = dataclasses.replace(self, damping=0.0)  # however damped u is
+        undamped: ImplicitMethod = dataclasses.replace(self, damping=0.0)  # for any damping of u
         step = undamped.inverse(H, H.gradient.detach() - H.gradient)
         check_solution(CALL, step)
         point = H.space.split(H.space.join(list(values.values())) + step.value)
@@ -104,14 +104,14 @@ class ImplicitMethod:
 
 
 def relative_residual(solution: Solution, b: Tensor) -> float:
-    """Return the largest residual among those of the rows, relative to their right-hand sides."""
+    """Return the largest residual of the rows, relative to their right-hand sides."""
     b = widened(b.detach())
     size = linalg.vector_norm(b, dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
     return float((solution.stats.residual_norms / size).max()) if size.numel() else 0.0
 
 
 def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: float = LOOSE) -> None:
-    """Raise where a solve found no solution, and warn where it was to find one and is far from it.
+    """Raise if a solve found no solution. Warn if an iterative solve ended with a large residual.
 
     Raises:
         SolveError: The Hessian is not positive definite, the series diverged, or a product was not finite.
@@ -122,7 +122,7 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: 
             which = f", of task {row} of {len(results)}" if len(results) > 1 else ""
             reason = _NO_MINIMUM if result is Result.NEGATIVE_CURVATURE else result.value
             raise SolveError(f"{call}: the solve with the Hessian of the inner loss{which}: {reason}")
-    if residual > loose and solution.result is not Result.PROGRESS:  # which is the identity's, and no solve
+    if residual > loose and solution.result is not Result.PROGRESS:  # the result of the identity
         warn(
             f"{call}: the solve with the Hessian of the inner loss left a residual of {residual:.2g} of its "
             "right-hand side, so the derivative is as far from that of the minimum. Take more steps, a higher "
@@ -131,7 +131,7 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: 
 
 
 def _inner_hessian(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> HessianOperator:
-    """Return the Hessian of the inner loss, whose graph lasts as long as it."""
+    """Return the Hessian of the inner loss, which owns its graph."""
     loss = problem.inner(values, hyper)
     H = hessian(loss, problem.wrapped(values), create_graph=problem.create_graph)
     assert isinstance(H, HessianOperator)
@@ -141,7 +141,7 @@ def _inner_hessian(problem: Problem, values: Params, hyper: Sequence[Tensor]) ->
 def _outer_gradients(
     problem: Problem, values: Params, hyper: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Differentiate the outer loss in the parameters and in ``hyper``."""
+    """Differentiate the outer loss with respect to the parameters and ``hyper``."""
     loss = problem.outer(values, hyper)
     if not loss.requires_grad:
         raise ValueError(f"{CALL}: outer_loss depends neither on params nor on hyper.")

@@ -1,4 +1,4 @@
-"""Implicit differentiation: a minimum, put on the tape by the implicit function theorem."""
+"""Implicit differentiation: a minimum with its derivative by the implicit function theorem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative
 
 CALL = "implicit_diff(inner_loss, params)"
 LOOSE_FOR_TASKS = 0.1
-"""As :data:`~metagrad.hypergrad.implicit.LOOSE`: gradients of few tasks are not worth more steps than this."""
+"""As :data:`~metagrad.hypergrad.implicit.LOOSE`, for stacked tasks, whose gradients are noisy."""
 
 _ONCE = (
     "implicit_diff(inner_loss, params): the derivative of a minimum by an implicit method is not differentiable "
@@ -49,34 +49,34 @@ def implicit_diff(
     method: ImplicitMethod,
     call: str = CALL,
 ) -> Params:
-    r"""Put the minimum of a loss on the tape, with its derivative by the implicit function theorem.
+    r"""Make the minimum of a loss differentiable by the implicit function theorem.
 
     .. math:: \frac{d\phi^*}{d\lambda} = -\left( \frac{\partial^2 g}{\partial\phi^2} \right)^{-1}
               \frac{\partial^2 g}{\partial\phi \, \partial\lambda}
 
-    :math:`\lambda` is everything else that the loss was computed from: gradients flow to all of it. A backward pass
-    costs the products of the method and two more; how the minimum was found does not matter, and only the graph of
-    one gradient is kept.
+    :math:`\lambda` is every other tensor that the loss was computed from, and gradients flow to all of them. A
+    backward pass costs the products of the method and two more. The way in which the minimum was found does not
+    matter. Only the graph of one gradient is stored.
 
     Args:
-        inner_loss: ``inner_loss(params)``, one number; or losses ``[tasks]`` of stacked parameters, of which each
-            depends on its own. Then the Hessians of all tasks are inverted together, each by itself.
-        params: The minimum by name, strided floating point tensors of one dtype; for stacked tasks ``[tasks, ...]``
-            each. One that the loss does not depend on is a constant.
+        inner_loss: ``inner_loss(params)``, a scalar. Or losses ``[tasks]`` of stacked parameters, where each loss
+            depends on its own parameters. Then the Hessians of all tasks are inverted together and independently.
+        params: The minimum by name, dense floating point tensors of one dtype. Stacked tasks have ``[tasks, ...]``
+            each. A parameter that the loss does not depend on is a constant.
         method: An inverse of the Hessian: CG, Neumann, Exact or FirstOrder with a scale.
-        call: How errors name the caller.
+        call: Name of the caller in errors.
 
     Returns:
-        The same numbers, differentiable once where grad mode is on; a second derivative raises.
+        The same values, differentiable once if grad mode is enabled. A second derivative raises.
 
     Raises:
-        TypeError: ``method`` is not an inverse of the Hessian, or ``params`` are no such tensors.
-        ValueError: The losses are neither one number nor one for each task, an operation lacks a second derivative,
-            or the method is one without an inverse.
+        TypeError: ``method`` is not an inverse of the Hessian, or ``params`` are not such tensors.
+        ValueError: The losses are neither a scalar nor one for each task, an operation has no second derivative, or
+            the method has no inverse.
         SolveError: In the backward pass, the Hessian is not positive definite.
 
     Example:
-        :math:`\phi^* = \lambda^2`, wherever it comes from:
+        :math:`\phi^* = \lambda^2`, however it was found:
 
         >>> lam = torch.tensor(3.0, requires_grad=True)
         >>> def inner(params): return (params["phi"] - lam**2) ** 2
@@ -97,8 +97,8 @@ def implicit_diff(
         return {name: p.detach() for name, p in params.items()}
     if is_transformed():
         raise ValueError(
-            f"{call}: inside a torch.func transform there is no tape, on which the minimum could be put. "
-            "Differentiate by backward() or torch.autograd.grad."
+            f"{call}: inside a torch.func transform there is no autograd graph. Differentiate by backward() or "
+            "torch.autograd.grad."
         )
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     losses = inner_loss(leaves)
@@ -107,7 +107,7 @@ def implicit_diff(
     hessians = _TaskHessians(call, losses, _entering(losses, leaves) or leaves, split)
 
     def solve(cotangents: Tensor) -> Tensor:
-        """Invert the Hessian; a row that is not finite stays so, for whoever looks at gradients."""
+        """Invert the Hessian. A row that is not finite stays so, which later checks of gradients report."""
         sound = cotangents.isfinite().all(-1, keepdim=True)
         b = torch.where(sound, cotangents, 0.0)
         solution = method.inverse(hessians, b)
@@ -120,13 +120,13 @@ def implicit_diff(
 
 
 def _entering(losses: object, leaves: Params) -> Params:
-    """Return the leaves that losses were computed from; the others have no minimum, and stay constants."""
+    """Return the leaves that losses were computed from. Every other leaf has no minimum and stays constant."""
     nodes: set[Node] = set(graph_nodes([losses])) if is_a(losses, Tensor) else set()
     return {name: leaf for name, leaf in leaves.items() if get_gradient_edge(leaf).node in nodes}
 
 
 def check_inverse(call: str, method: object) -> None:
-    """Raise if a method cannot be attached to a minimum."""
+    """Raise unless a method is an inverse that :func:`implicit_diff` can use."""
     if not isinstance(method, ImplicitMethod):
         raise TypeError(
             f"{call}: expected an implicit method, CG, Neumann, Exact or FirstOrder(scale=...) of mg.hypergrad, got "
@@ -140,7 +140,7 @@ def check_inverse(call: str, method: object) -> None:
 
 
 class _TaskHessians:
-    """The Hessians of the losses of stacked tasks, or of one loss: a linear map of rows ``[tasks, n]``.
+    """The Hessians of the losses of stacked tasks, or of one loss, as a linear map of rows ``[tasks, n]``.
 
     The Hessian of the sum is block-diagonal, so one backward pass multiplies all rows.
     """
@@ -149,7 +149,7 @@ class _TaskHessians:
         if not isinstance(losses, Tensor) or losses.ndim > 1 or not losses.requires_grad:
             got = tuple(losses.shape) if is_a(losses, Tensor) else type(losses).__name__
             raise ValueError(
-                f"{call}: the losses must be one number, or one for each task, with a graph, got {got}."
+                f"{call}: the losses must be a scalar, or one for each task, with a graph, got {got}."
             )
         for name, p in params.items():
             if losses.ndim and p.shape[:1] != losses.shape:
@@ -184,13 +184,13 @@ class _TaskHessians:
         return torch.cat([part.reshape(self.num_matrices, -1) for part in parts], 1)
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """Undo :meth:`join`."""
+        """Invert :meth:`join`."""
         parts = zip(rows.split_with_sizes(self._sizes, 1), self.leaves, strict=True)
         return [part.reshape(leaf.shape) for part, leaf in parts]
 
 
 class _Attached(Function):
-    """The minimum, and its dependence on the gradient of the loss there: minus the inverse of the Hessian."""
+    """The minimum. Its derivative with respect to the gradient of the loss there is minus the inverse of the Hessian."""
 
     @staticmethod
     def forward(rows: Tensor, slope: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:

@@ -22,15 +22,15 @@ from metagrad.hypergrad.implicit import ImplicitMethod
 
 @dataclass(frozen=True)
 class CG(ImplicitMethod):
-    r"""Conjugate gradients: :math:`(H + \mu I) u = \nabla_\phi f`, one product with the Hessian a step.
+    r"""Conjugate gradients: :math:`(H + \mu I) u = \nabla_\phi f`, one Hessian-vector product a step.
 
-    Each task ends by itself, so tasks that run together have the same result as alone. A Hessian that is not positive
-    definite raises, and a residual above one hundredth after all steps gives a warning.
+    Each task stops independently, so tasks that run together have the same result as tasks that run separately. A
+    Hessian that is not positive definite raises. A residual above one hundredth after all steps gives a warning.
 
     Args:
-        steps: The most products, 1 or more.
-        damping: The number :math:`\mu`, 0 or more; it makes an indefinite Hessian definite, and biases u.
-        rtol: Residual, relative to :math:`\nabla_\phi f`, at which fewer steps are enough.
+        steps: Maximum number of products, 1 or more.
+        damping: The number :math:`\mu`, 0 or more. It makes an indefinite Hessian definite, and biases u.
+        rtol: Residual at which fewer steps are enough, relative to :math:`\nabla_\phi f`.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -65,7 +65,7 @@ class CG(ImplicitMethod):
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
-        # Beyond rounding errors, directions are of those alone.
+        # Below rounding errors, directions consist only of errors.
         rtol = max(self.rtol, 4 * torch.finfo(b.dtype).eps)
         return _solved(operator, b, cg.CG(), self.damping, rtol=rtol, max_steps=self.steps)
 
@@ -74,13 +74,13 @@ class CG(ImplicitMethod):
 class Neumann(ImplicitMethod):
     r"""The Neumann series :math:`u = \alpha \sum_{i < k} (I - \alpha (H + \mu I))^i \, \nabla_\phi f`, truncated.
 
-    It is what the unrolled derivative of the last k steps of gradient descent with rate :math:`\alpha` is at the
-    minimum. Its error falls by :math:`1 - \alpha \lambda_{\min}` a step.
+    At the minimum it equals the unrolled derivative of the last k steps of gradient descent with learning rate
+    :math:`\alpha`. Its error falls by :math:`1 - \alpha \lambda_{\min}` a step.
 
     Args:
         steps: The number k of terms, 1 or more.
-        scale: The factor :math:`\alpha`: below 2 over the largest eigenvalue, or the series diverges, which raises.
-            None is 1 over that, of all tasks together, as 10 products estimate it.
+        scale: The factor :math:`\alpha`. It must be below 2 over the largest eigenvalue. Otherwise the series
+            diverges, which raises. None is 1 over the largest eigenvalue of all tasks, estimated by 10 products.
         damping: The number :math:`\mu`, 0 or more.
 
     Raises:
@@ -119,7 +119,7 @@ class Neumann(ImplicitMethod):
 
 @dataclass(frozen=True)
 class Exact(ImplicitMethod):
-    r"""The dense Hessian, and its Cholesky factor: for few parameters, with as many products as parameters.
+    r"""The dense Hessian and its Cholesky factor, for few parameters. It costs as many products as there are parameters.
 
     Args:
         damping: The number :math:`\mu` that is added to the diagonal, 0 or more.
@@ -153,16 +153,16 @@ class Exact(ImplicitMethod):
 
 @dataclass(frozen=True)
 class Nystrom(ImplicitMethod):
-    r"""A Hessian of low rank, inverted in closed form: :math:`(\hat H_r + \rho I)^{-1} \nabla_\phi f`.
+    r"""A low-rank Hessian, inverted in closed form: :math:`(\hat H_r + \rho I)^{-1} \nabla_\phi f`.
 
-    :math:`\hat H_r = (H \Omega)(\Omega^\top H \Omega)^\dagger (H \Omega)^\top` is made of r products with random
-    orthonormal vectors :math:`\Omega`, where the paper takes columns of the Hessian; there is no series to diverge
-    and no step to choose. The error is at most :math:`|E| / (\rho (\rho + |E|))` times :math:`|\nabla_\phi f|`, E the
-    error of the approximation. As after too few steps of CG, a residual above one hundredth gives a warning. It is of
-    one matrix: tasks of MAML take CG.
+    :math:`\hat H_r = (H \Omega)(\Omega^\top H \Omega)^\dagger (H \Omega)^\top` comes from r products with random
+    orthonormal vectors :math:`\Omega`. The paper uses columns of the Hessian instead. No series can diverge, and
+    there is no step to choose. The error is at most :math:`|E| / (\rho (\rho + |E|))` times :math:`|\nabla_\phi f|`,
+    where E is the error of the approximation. A residual above one hundredth gives a warning. The method approximates
+    one matrix, so tasks of MAML need CG.
 
     Args:
-        rank: Products to spend, from 1 to the number of parameters.
+        rank: Number of products, from 1 to the number of parameters.
         damping: The number :math:`\rho`, above 0.
         generator: Draws the vectors.
 
@@ -195,7 +195,7 @@ class Nystrom(ImplicitMethod):
         check_positive("Nystrom(..., damping)", self.damping)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
-        """Approximate, and invert that."""
+        """Approximate the Hessian and invert the approximation."""
         if getattr(operator, "num_matrices", None) is not None:
             raise ValueError(
                 "Nystrom(...): it approximates one Hessian, and tasks have one each. Take CG, Neumann or Exact."
@@ -209,12 +209,12 @@ class Nystrom(ImplicitMethod):
 
 @dataclass(frozen=True)
 class FirstOrder(ImplicitMethod):
-    r"""No inverse: the gradient of the outer loss alone, or a multiple of the identity in place of the inverse.
+    r"""The gradient of the outer loss without an inverse, or with a multiple of the identity in its place.
 
     .. math:: \nabla_\lambda f - s \, \frac{\partial^2 g}{\partial\lambda \, \partial\phi} \nabla_\phi f
 
-    With ``scale`` :math:`s` the learning rate of the inner steps this is T1-T2, the derivative of the last step; with
-    0 it takes the minimum for a constant, and what is in the inner loss alone has a derivative of zero.
+    If ``scale`` :math:`s` is the learning rate of the inner steps, this is T1-T2, the derivative of the last step.
+    With 0 the minimum is a constant, and hyperparameters of only the inner loss have a derivative of zero.
 
     Args:
         scale: The number s, 0 or more.
@@ -242,7 +242,7 @@ class FirstOrder(ImplicitMethod):
 
     @property
     def is_zero(self) -> bool:
-        """Whether there is no identity either."""
+        """Whether there is no identity."""
         return self.scale == 0
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
@@ -259,8 +259,8 @@ def _solved(
     rtol: float = 0.0,
     max_steps: int | None = None,
 ) -> Solution:
-    """Solve once differentiably: one derivative more than the hypergradient has itself."""
-    # Rows of size one: the squares of others may vanish, or overflow, as those of 1e-4 and 300 do in float16.
+    """Solve with one more derivative than the hypergradient itself has."""
+    # Rows are scaled to size one. In float16, the square of 1e-4 vanishes and the square of 300 overflows.
     scale = _largest(b)
     solution = solve(
         operator,
@@ -278,13 +278,13 @@ def _solved(
 
 
 def _largest(b: Tensor) -> Tensor:
-    """Return the size of the largest element of each row, 1 where all are zero."""
+    """Return the size of the largest element of each row, or 1 if all are zero."""
     size = b.detach().abs().amax(-1, keepdim=True) if b.shape[-1] else b.new_zeros(())
     return torch.where(size > 0, size, 1.0)
 
 
 def _approximation(value: Tensor, residuals: Tensor, result: Result, matvecs: int) -> Solution:
-    """Return what is no iteration as a solution of rows."""
+    """Return a value that no iteration computed as a solution of rows."""
     norms = linalg.vector_norm(residuals.detach(), dim=-1)
     stats = Stats((result,) * max(1, norms.numel()), torch.zeros_like(norms).long(), norms, matvecs, None)
     return Solution(value, result, stats)

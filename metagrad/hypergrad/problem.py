@@ -1,4 +1,4 @@
-"""A bilevel problem: two losses, the parameters that minimise the inner one, and the hyper-parameters of both."""
+"""A bilevel problem: two losses, the parameters that minimize the inner one, and the hyperparameters of both."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Derivative(NamedTuple):
     """The result of a method.
 
     Attributes:
-        gradient: With respect to the leaves of ``hyper``; None where no loss depends on one.
-        solution: How the linear solve ended, and what it cost; None where there was none.
-        residual: That of the solve, relative to its right-hand side.
+        gradient: Derivative with respect to each leaf of ``hyper``. None if no loss depends on the leaf.
+        solution: Result and cost of the linear solve. None if there was no solve.
+        residual: Residual of the solve, relative to its right-hand side.
     """
 
     gradient: Sequence[Tensor | None]
@@ -48,26 +48,26 @@ class Derivative(NamedTuple):
 
 
 class Method(Protocol):
-    """A hypergradient: a frozen dataclass of its hyper-parameters."""
+    """A hypergradient method: a frozen dataclass of its hyperparameters."""
 
     def estimate(self, problem: Problem) -> Derivative:
-        """Estimate the derivative; failure is a value."""
+        """Estimate the derivative. A failed solve is part of the result."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A bilevel problem at given parameters and hyper-parameters; :func:`hypergradient` makes it.
+    """A bilevel problem at given parameters and hyperparameters. Made by :func:`hypergradient`.
 
     Attributes:
-        outer_loss: ``outer_loss(params, hyper)``, one number.
-        inner_loss: ``inner_loss(params, hyper)``, one number, deterministic.
-        params: Parameters by name, constants: where the inner loss is least, or where steps begin.
-        hyper: A tree of the hyper-parameters.
-        create_graph: Put the derivative on the tape.
+        outer_loss: ``outer_loss(params, hyper)``, a scalar.
+        inner_loss: ``inner_loss(params, hyper)``, a scalar. Deterministic.
+        params: Parameters by name, constants: the minimum of the inner loss, or the start of steps.
+        hyper: A pytree of the hyperparameters.
+        create_graph: Make the derivative differentiable.
 
     Raises:
-        TypeError: A leaf of ``hyper`` is no floating point tensor.
+        TypeError: A leaf of ``hyper`` is not a floating point tensor.
         ValueError: ``hyper`` holds no tensor.
     """
 
@@ -79,7 +79,9 @@ class Problem:
 
     def __post_init__(self) -> None:
         if torch.is_inference_mode_enabled():
-            raise ValueError(f"{CALL}: inside torch.inference_mode() there is no tape. Call it outside.")
+            raise ValueError(
+                f"{CALL}: inside torch.inference_mode() there is no autograd graph. Call it outside."
+            )
         check_function(CALL, "outer_loss", self.outer_loss)
         check_function(CALL, "inner_loss", self.inner_loss)
         check_params(CALL, self.params)
@@ -92,14 +94,14 @@ class Problem:
             raise ValueError(f"{CALL}: hyper holds no tensor.")
 
     def variables(self) -> Params:
-        """Return new leaves with the numbers of the parameters: of a SparseTensor its values."""
+        """Return new leaves with the values of the parameters. A SparseTensor is represented by its values."""
         return {name: values_of(p).detach().requires_grad_() for name, p in self.params.items()}
 
     def hyper_leaves(self) -> list[Tensor]:
-        """Return variables with the numbers of ``hyper``, on its tape where the derivative goes there.
+        """Return variables with the values of ``hyper``. With ``create_graph``, they are connected to its graph.
 
-        They are others than the leaves themselves: a partial derivative does not go through a second place where a
-        tensor stands, or through one that was computed from another.
+        They are new tensors, because a partial derivative must not go through other uses of a tensor, or through a
+        leaf that was computed from another leaf.
         """
         leaves = tree_leaves(self.hyper)
         return [
@@ -120,7 +122,7 @@ class Problem:
         return with_values(self.params, values)
 
     def hyper_of(self, leaves: Sequence[Tensor]) -> Tree:
-        """Return leaves in the tree of ``hyper``."""
+        """Return leaves in the pytree of ``hyper``."""
         return tree_unflatten(list(leaves), tree_flatten(self.hyper)[1])
 
     def _one_number(
@@ -129,12 +131,12 @@ class Problem:
         loss = function(self.wrapped(values), self.hyper_of(hyper))
         if not is_a(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             got = f"{tuple(loss.shape)} of {loss.dtype}" if is_a(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"{CALL}: {what}(params, hyper) must return one real number, got {got}.")
+            raise ValueError(f"{CALL}: {what}(params, hyper) must return a real scalar, got {got}.")
         return loss.reshape(())
 
 
 def gradients(loss: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor | None]:
-    """Differentiate a loss; None where it does not depend on an input, or on any."""
+    """Differentiate a loss. The gradient is None for an input that the loss does not depend on."""
     if not loss.requires_grad:
         return [None] * len(inputs)
     return list(torch.autograd.grad(loss, inputs, create_graph=create_graph, allow_unused=True))
@@ -151,7 +153,7 @@ def refuse_sparse(slopes: Params) -> None:
 
 
 def minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Subtract, where None is zero."""
+    """Subtract. None is zero."""
     if b is None:
         return a
     return -b if a is None else a - b

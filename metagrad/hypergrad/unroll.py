@@ -1,4 +1,4 @@
-"""Steps of a rule on the inner loss, and the derivative through them."""
+"""Unrolled steps of a rule on the inner loss, and their derivative."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
-from metagrad.core.checks import check_count
+from metagrad.core.checks import check_count, check_function
 from metagrad.core.tree import Params, Tree
 from metagrad.hypergrad.problem import Derivative, Problem, gradients, refuse_sparse
 from metagrad.optim.rule import Rule
@@ -27,20 +27,20 @@ RuleOf: TypeAlias = "Rule | Callable[[Tree], Rule]"
 
 @dataclass(frozen=True)
 class Unroll:
-    r"""Differentiate through steps of a rule, from ``params`` on.
+    r"""Differentiate through steps of a rule, starting from ``params``.
 
     .. math:: \frac{d}{d\lambda} f(\phi_T(\lambda), \lambda), \qquad
               \phi_{t+1} = U(\phi_t, \nabla_\phi g(\phi_t, \lambda)), \quad \phi_0 = \mathrm{params}
 
-    It is exact for these steps at any order; for the minimum as far as they converge. With ``truncate`` the last so
-    many are differentiated through, and those before taken as constants.
+    The derivative is exact for these steps at any order. For the minimum, its error is as large as the steps are
+    unconverged.
 
     Args:
-        rule: A rule of :mod:`metagrad.optim.rules`; or a function of ``hyper`` that returns one, whose
-            hyper-parameters are then learned too.
-        steps: How many, 1 or more.
-        memory: What is kept, see :func:`metagrad.unroll`.
-        truncate: How many of the last steps are differentiated through; None means all.
+        rule: A rule of :mod:`metagrad.optim.rules`. Or a function of ``hyper`` that returns one, so that
+            hyperparameters of the rule are also learned.
+        steps: Number of steps, 1 or more.
+        memory: Checkpointing policy, see :func:`metagrad.unroll`.
+        truncate: Differentiate only through the last ``truncate`` steps. Earlier steps are constants. None means all.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -70,7 +70,8 @@ class Unroll:
     def __post_init__(self) -> None:
         check_count("Unroll(..., steps)", self.steps)
         checked_memory("Unroll(...)", self.memory)
-        if self.truncate is not None and not 1 <= self.truncate <= self.steps:
+        check_count("Unroll(..., truncate)", self.truncate, optional=True)
+        if self.truncate is not None and self.truncate > self.steps:
             raise ValueError(
                 f"Unroll(..., truncate): expected None or 1 to steps={self.steps}, got {self.truncate}."
             )
@@ -105,9 +106,14 @@ def moved_by(
 
 
 def rule_for(rule: RuleOf, problem: Problem, hyper: Sequence[Tensor]) -> Rule:
-    """Return the rule, made of ``hyper`` if it is a function of that."""
-    made = rule if _is_rule(rule) else rule(problem.hyper_of(hyper))
-    check_rule("hypergradient(..., method)", made)
+    """Return the rule, made from ``hyper`` if it is a function."""
+    call = "hypergradient(..., method)"
+    if isinstance(rule, type):
+        raise TypeError(
+            f"{call}: Unroll takes a rule such as mg.optim.rules.sgd(lr=0.1), got {rule.__name__}."
+        )
+    made = rule if _is_rule(rule) else check_function(call, "rule", rule)(problem.hyper_of(hyper))
+    check_rule(call, made)
     return made
 
 

@@ -1,1 +1,1 @@
-"""How traces and diagonals are estimated: one class for each method, and what they share."""
+"""Estimates of the trace and the diagonal, one class for each method."""

@@ -12,14 +12,14 @@ from metagrad.curvature.rows import orthonormal
 
 
 class Basis:
-    r"""Rows that span what was appended so far: appended = lower @ rows.
+    """An orthonormal basis of all appended vectors: appended = lower @ rows.
 
     Args:
-        nothing: No rows, [0, n].
+        nothing: An empty tensor [0, n].
 
     Attributes:
-        rows: The basis, [k, n], orthonormal to rounding whatever is appended.
-        lower: The coordinates of what was appended, [k, k], lower triangular.
+        rows: The basis, [k, n], orthonormal up to rounding for any vectors.
+        lower: Coordinates of the appended vectors, [k, k], lower triangular.
     """
 
     def __init__(self, nothing: Tensor) -> None:
@@ -27,13 +27,13 @@ class Basis:
         self.lower: Tensor = nothing.new_zeros(0, 0)
 
     def append(self, vectors: Tensor, call: str) -> Tensor:
-        """Add vectors, [j, n], and return the new rows of the basis, [j, n].
+        """Add vectors, [j, n]. Return the new rows of the basis, [j, n].
 
-        Householder's method runs on the old rows and the new vectors together, because Gram and Schmidt's would lose
-        orthogonality where the new ones lie in the old span (an operator of low rank).
+        Householder's method runs on the old rows and the new vectors together. Gram-Schmidt would lose orthogonality
+        if the new vectors lie in the old span (an operator of low rank).
 
         Raises:
-            ValueError: The vectors are to be differentiated, and are dependent to half the digits.
+            ValueError: The vectors require grad and are linearly dependent to half of the digits.
         """
         k = self.rows.shape[0]
         rows, lower = orthonormal(torch.cat([self.rows, vectors]))
@@ -57,11 +57,11 @@ class Basis:
 
 
 def left_out(lower: Tensor) -> Tensor:
-    r"""Return the direction that the span loses when one vector is left out: unit rows :math:`s_i`, [k, k].
+    """Return the directions that the span loses if one vector is left out: unit rows :math:`s_i`, [k, k].
 
-    With the rows :math:`Q` of a basis of k vectors, that of all but the i-th has the projector
-    :math:`Q^T (I - s_i s_i^T) Q`, where :math:`s_i` is the i-th column of the inverse of ``lower``, normalised:
-    orthogonal to every other vector's coordinates.
+    The rows :math:`Q` are a basis of k vectors. The span of all vectors but the i-th has the projector :math:`Q^T (I
+    - s_i s_i^T) Q`. Here :math:`s_i` is the normalized i-th column of the inverse of ``lower``, which is orthogonal
+    to every other vector's coordinates.
 
     References:
         Epperly, Tropp, Webber, "XTrace: making the most of every sample in stochastic trace estimation", SIAM J.
@@ -72,7 +72,7 @@ def left_out(lower: Tensor) -> Tensor:
 
 
 def inverse_rows(lower: Tensor) -> Tensor:
-    """Return the columns of the inverse of a triangular matrix as rows; pivots are moved off zero by rounding."""
+    """Return the columns of the inverse of a triangular matrix as rows. Rounding errors replace pivots of zero."""
     eye = torch.eye(lower.shape[0], dtype=lower.dtype, device=lower.device)
     pivots = lower.detach().diagonal()
     largest = lower.detach().abs().amax()
@@ -96,17 +96,17 @@ class ProbedBasis(Estimator):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the basis is one of the whole space, so that nothing is left to estimate."""
+        """Whether the basis spans the whole space, so that nothing is left to estimate."""
         return len(self.basis.rows) == self.probing.n
 
     def exact(self, value: Tensor, quantity: str) -> Estimate:
-        """Return what a complete basis gives, with a bound on its rounding error."""
+        """Return the value from a complete basis, with a bound on its rounding error."""
         # The basis is orthonormal to a few units of rounding.
         bound = 10 * self.probing.rounding(linalg.matrix_norm(self.products_of_basis))
         return Estimate(value, bound.expand_as(value), 0, self.probing.matvecs, self.name, quantity=quantity)
 
     def extend(self, products: int) -> None:
-        """Spend so many more products: half on probes, half on the basis of their products."""
+        """Spend ``products`` more products: half on probes, half on the basis of their products."""
         probing = self.probing
         count = min(products // 2, probing.n - len(self.probes))
         if count:
@@ -114,38 +114,36 @@ class ProbedBasis(Estimator):
             self.add(probes, probing.multiply(probes))
 
     def add(self, probes: Tensor, products: Tensor) -> None:
-        """Take probes that were multiplied already, [k, n]; spend as many products on the basis."""
+        """Add probes [k, n] that were already multiplied. Spend as many products on the basis."""
         new = self.basis.append(products, self.probing.call)
         self.probes = torch.cat([self.probes, probes])
         self.products_of_basis = torch.cat([self.products_of_basis, self.probing.multiply(new)])
 
 
-LEAST = 0.25  # lower bound for the estimate of k Cov / s^2, which is from few and noisy pairs
-MARGIN = (
-    1.3  # on the covariance: its estimate is right in the mean but skewed, too low more than half of the time
-)
+LEAST = 0.25  # lower bound for the estimate of k Cov / s^2, which comes from few and noisy pairs
+MARGIN = 1.3  # factor on the covariance, whose estimate is unbiased but too low more than half of the time
 
 
 def inflation(samples: Tensor, covariance: Tensor, most: float) -> Tensor:
-    r"""Return by how much correlation inflates the variance of the mean, as a factor.
+    r"""Return the variance of the mean relative to the mean of uncorrelated estimates.
 
-    Let :math:`e_i` be unbiased estimates, where the i-th probe is tested and all others are fitted, and
-    :math:`e_i^{(j)}` the same with the j-th probe left out altogether. Given all other probes, :math:`e_i^{(j)}` does
-    not depend on the j-th, and both have their mean over the i-th at the true value; therefore
+    The estimates :math:`e_i` are unbiased: the i-th probe is tested and all others are fitted. The estimate
+    :math:`e_i^{(j)}` does not use the j-th probe. Given all other probes, :math:`e_i^{(j)}` does not
+    depend on the j-th, and the means of both over the i-th probe are the true value. Therefore
 
     .. math:: \mathrm{Cov}(e_i, e_j) = E[(e_i^{(j)} - e_i) (e_j^{(i)} - e_j)]
 
-    exactly, and with the sample variance :math:`s^2` (whose mean is the variance less the covariance)
+    exactly. With the sample variance :math:`s^2`, whose mean is the variance minus the covariance,
 
     .. math:: \mathrm{Var}(\bar e) = E[s^2] / k + \mathrm{Cov} .
 
-    The mean over all pairs estimates the covariance without bias; the factor is :math:`1 + k \, \mathrm{Cov} / s^2`,
-    with a margin and kept within bounds. The elements of a vector share one factor, of their sums.
+    The mean over all pairs estimates the covariance without bias. The factor is :math:`1 + k \, \mathrm{Cov} / s^2`,
+    with a margin and within bounds. All elements of a vector share one factor, computed from their sums.
 
     Args:
         samples: The estimates, [k] or [k, n].
-        covariance: Their covariance, summed over the elements; see :func:`covariance_of`.
-        most: Bound for :math:`k \, \mathrm{Cov} / s^2`.
+        covariance: Their covariance, summed over the elements. See :func:`covariance_of`.
+        most: Upper bound for :math:`k \, \mathrm{Cov} / s^2`.
     """
     k = samples.shape[0]
     if k < 2:
@@ -159,7 +157,7 @@ def covariance_of(changes: Tensor) -> Tensor:
     """Estimate the covariance of leave-one-out estimates.
 
     Args:
-        changes: How the i-th changes when the j-th probe is left out too, [k, k]; the diagonal is not read.
+        changes: Change of the i-th estimate if the j-th probe is also left out, [k, k]. The diagonal is not read.
     """
     k = len(changes)
     return (changes * changes.t()).fill_diagonal_(0).sum() / max(1, k * (k - 1))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.core.checks import check_choice
 from metagrad.curvature.estimators.basis import ProbedBasis, inflation, left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probes import Distribution
@@ -19,8 +20,8 @@ from metagrad.curvature.linear_map import LinearMap
 class XDiag(ProbedBasis):
     r"""Estimate the diagonal by the mean over i of :math:`\mathrm{diag}(P_i A) + z_i \odot (I - P_i) A z_i`.
 
-    :math:`P_i` projects on the span of the products of all probes but the i-th. What the i-th product has outside of
-    that is a multiple of one direction, so everything comes from one basis.
+    :math:`P_i` projects on the span of the products of all probes except the i-th. Outside of that span, the i-th
+    product is a multiple of one direction, so everything comes from one basis.
 
     References:
         Epperly, Tropp, Webber, "XTrace: making the most of every sample in stochastic trace estimation", SIAM J.
@@ -31,13 +32,15 @@ class XDiag(ProbedBasis):
     most = 2.0  # bound for k Cov / s^2, as for XTrace
 
     def estimate(self) -> Estimate:
-        """Estimate from all the products so far."""
+        """Estimate from all products so far."""
         probing, basis = self.probing, self.basis.rows
         on_basis = (basis * self.products_of_basis).sum(0)
         if self.is_complete:
             return self.exact(on_basis, "diagonal")
         lost = left_out(self.basis.lower)
-        alone = (lost * self.basis.lower).sum(1, keepdim=True)  # of each product, outside of the others' span
+        alone = (lost * self.basis.lower).sum(
+            1, keepdim=True
+        )  # part of each product outside the span of all other products
         directions, products = lost @ basis, lost @ self.products_of_basis
         samples = directions * (self.probes * alone - products)
         with torch.no_grad():
@@ -57,8 +60,8 @@ class XDiag(ProbedBasis):
     def _covariance(self, lost: Tensor, alone: Tensor, directions: Tensor, products: Tensor) -> Tensor:
         """Estimate the covariance of the leave-one-out estimates, summed over the elements.
 
-        When the j-th probe is left out too, the i-th estimate loses the unit vector v of s_j made orthogonal to s_i,
-        and its product has a component along v: only through s_i, being orthogonal to s_j.
+        If the j-th probe is also left out, the i-th estimate loses the unit vector v: s_j made orthogonal to s_i. The
+        i-th product has a component along v only through s_i, because it is orthogonal to s_j.
         """
         cosines = lost @ lost.t()
         sines = (1 - cosines.square()).clamp_min(torch.finfo(lost.dtype).eps).sqrt()
@@ -94,32 +97,32 @@ def diagonal(
     .. math:: \mathrm{diag} A = \Big(\sum_k z_k \odot A z_k\Big) \Big/ \Big(\sum_k z_k \odot z_k\Big)
 
     ============ ================================================================================ =================
-    method       what                                                                             keeps, in n-vectors
+    method       estimate                                                                         stored n-vectors
     ============ ================================================================================ =================
-    "hutchinson" the equation; an element's error is the norm of its row without it,              a chunk, and six
-                 over sqrt(probes), and exact for diagonal maps
-    "xdiag"      the probes' products span a subspace, treated exactly; each probe tests the rest 3 times probes
-                 better where the spectrum decays, no better where it is flat
+    "hutchinson" the equation. The error of an element is the norm of its off-diagonal row over   a chunk, and six
+                 sqrt(probes). Exact for diagonal maps.
+    "xdiag"      the products of the probes span a subspace, treated exactly. Each probe tests    3 times probes
+                 the rest. Better if the spectrum decays, no better if it is flat.
     ============ ================================================================================ =================
 
     Args:
         operator: The map, n x n and symmetric.
         method: A row of the table.
-        probes: How many products with the operator to spend, 64 by default: one for each of Hutchinson's
-            probes, two for each of XDiag's. With ``rtol``, at most so many, 1024 by default.
-        rtol: Stop when the vector of 95 % half-widths is at most ``rtol`` times the diagonal, by Euclidean norms;
-            in batches, as :func:`trace` does.
+        probes: Number of products with the operator, 64 by default: one for each of Hutchinson's probes, two for each
+            of XDiag's. With ``rtol`` it is a maximum, 1024 by default.
+        rtol: Stop if the vector of 95 % half-widths is at most ``rtol`` times the diagonal, by Euclidean norms.
+            Products come in batches, as in :func:`trace`.
         distribution: "rademacher", "normal" or "sphere", see :func:`sample_probes`. Signs have the least variance.
-        generator: Draws the probes; the same state gives the same bits.
-        chunk: Hutchinson's probes are drawn and multiplied in pieces of so many bytes.
+        generator: Draws the probes. The same state gives bitwise identical results.
+        chunk: Hutchinson's probes are drawn and multiplied in pieces of this many bytes.
 
     Returns:
-        The diagonal, shape [n], with a standard error for each element; differentiable where the products are. Its
-        intervals hold element by element, not for all elements at once.
+        The diagonal, shape [n], with a standard error for each element. Differentiable if the products are. Its
+        intervals hold for each element, not for all elements at once.
 
     Raises:
-        ValueError: A product has NaN or inf; an argument is out of range; or the derivative does not exist because
-            products that require grad are dependent (low rank with "xdiag").
+        ValueError: A product has NaN or Inf, or an argument is out of range. Also if products that require grad are
+            linearly dependent, so that no derivative exists (low rank with "xdiag").
         TypeError: An argument has the wrong type.
 
     Example:
@@ -135,8 +138,7 @@ def diagonal(
         Tropp, Webber, "XTrace", SIAM J. Matrix Anal. Appl. 45(1), 2024, section 2.4.
     """
     call = "diagonal(operator, ...)"
-    if method not in get_args(Method):
-        raise ValueError(f'{call}: method must be "hutchinson" or "xdiag", got {method!r}.')
+    check_choice(f"{call}: method", method, Method)
     least = 2 if method == "xdiag" else 1
     budget = checked_budget(f'{call[:-1]}, method="{method}")', probes, rtol, least)
     probing = Probing(call, operator, distribution, generator, chunk)
@@ -146,10 +148,10 @@ def diagonal(
 
 
 class _Ratio(Estimator):
-    """The ratio of sums, with the variance of a ratio, in one pass over the probes.
+    """The ratio of sums, and the variance of a ratio, in one pass over the probes.
 
-    The squares that are summed are those of x - d0 z^2, where x = z * Az and d0 is the ratio over the first piece, so
-    that an element without variance does not get a standard error from cancellation.
+    The summed squares are squares of x - d0 z^2, where x = z * Az and d0 is the ratio over the first piece. This way
+    the standard error of an element without variance has no cancellation error.
     """
 
     name = "hutchinson"

@@ -1,4 +1,4 @@
-"""A number that was estimated, and how far off it may be."""
+"""A random estimate with its standard error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-_SERIES_UP_TO = 200  # degrees of freedom; beyond, the expansion is as good as float64 is
+_SERIES_UP_TO = 200  # degrees of freedom, beyond which the expansion is accurate to float64
 
 # Coefficients of Student's quantile in powers of 1 / nu, as polynomials in the normal quantile x: (divisor,
 # coefficients of x, x^3, x^5, ...). Abramowitz and Stegun, 26.7.5.
@@ -22,17 +22,17 @@ _EXPANSION = (
 
 
 def student_t(level: float, degrees: int) -> float:
-    r"""Return the half-width that holds a share ``level`` of Student's t distribution.
+    r"""Return the half-width of the central interval of Student's t distribution with probability ``level``.
 
     .. math:: P(|T| \le t) = \mathrm{level}
 
-    Up to 200 degrees of freedom, the finite trigonometric series of the distribution is inverted by bisection;
-    beyond, the normal quantile is corrected by an expansion in inverse degrees of freedom. The relative error is
+    Up to 200 degrees of freedom, the finite trigonometric series of the distribution is inverted by bisection.
+    Beyond, the normal quantile is corrected by an expansion in inverse degrees of freedom. The relative error is
     below 1e-9 for levels up to 0.9999.
 
     Args:
-        level: The share, between 0 and 1.
-        degrees: Degrees of freedom. With none, the half-width is infinite.
+        level: The probability, between 0 and 1.
+        degrees: Degrees of freedom. The half-width is infinite if there are none.
 
     Raises:
         ValueError: ``level`` is not between 0 and 1.
@@ -63,7 +63,7 @@ def _bisected(level: float, degrees: int) -> float:
 
 
 def _share(angle: float, degrees: int) -> float:
-    """P(|T| <= t) for t = sqrt(degrees) tan(angle)."""
+    """Return P(|T| <= t) for t = sqrt(degrees) tan(angle)."""
     odd = degrees % 2
     square = math.cos(angle) ** 2
     term = total = math.cos(angle) if odd else 1.0
@@ -90,19 +90,19 @@ class Estimate:
 
     .. math:: \mathrm{value} \pm t_{\mathrm{level}, \, \mathrm{samples} - 1} \cdot \mathrm{stderr}
 
-    The interval is Student's, so it covers what its level says where the samples are about normal or many. Ten
-    samples of a skewed quantity (few large eigenvalues) cover up to ten percent less.
+    The interval is Student's. It covers its level if the samples are many or approximately normal. Ten samples of a
+    skewed quantity (few large eigenvalues) cover up to ten percent less.
 
     Attributes:
-        value: The estimate, a tensor of any shape. It is on the tape where the products were.
-        stderr: Its standard error, in the same shape, never below what rounding leaves, and a constant for the tape.
-            Infinite after a single sample.
-        samples: How many samples the standard error is from. Zero where nothing was sampled: ``stderr`` is then a
+        value: The estimate, a tensor of any shape. Differentiable if the products are.
+        stderr: Its standard error, in the same shape, at least the size of rounding errors. A constant for
+            derivatives. Infinite after a single sample.
+        samples: Number of samples behind the standard error. If it is zero, nothing was sampled. ``stderr`` is then a
             bound on the error, and the interval is the same at every level.
-        matvecs: How many products with the operator were spent.
-        method: The method, by name; where ``"auto"`` was asked for, the one it chose.
-        converged: False where ``rtol`` was asked for and not reached.
-        quantity: What was estimated, for the ``repr``.
+        matvecs: Number of products with the operator.
+        method: Name of the method. For ``"auto"``, the method that it chose.
+        converged: False if ``rtol`` was given and not reached.
+        quantity: Name of the quantity, for the ``repr``.
 
     Example:
         >>> from metagrad.curvature.estimators.estimate import Estimate
@@ -126,7 +126,7 @@ class Estimate:
         """Return the ends of the interval that covers the true value with probability ``level``.
 
         Args:
-            level: Between 0 and 1. For a value with many elements, each has its own interval of this level.
+            level: Between 0 and 1. Each element of a value has its own interval of this level.
 
         Returns:
             The lower and the upper end, each in the shape of ``value``.
@@ -170,16 +170,16 @@ def from_samples(
     shift: Tensor | None = None,
     inflation: Tensor | None = None,
 ) -> Estimate:
-    """Estimate a mean by that of samples along the first dimension.
+    """Estimate a mean from samples along the first dimension.
 
     Args:
         samples: [num_samples, ...].
-        floor: The size of rounding errors, in the shape of the value.
-        matvecs: Products spent.
-        method: The method's name.
-        quantity: What is estimated.
+        floor: Size of rounding errors, in the shape of the value.
+        matvecs: Number of products.
+        method: Name of the method.
+        quantity: Name of the quantity.
         shift: The part that is known without sampling, added to the mean.
-        inflation: The variance of the mean relative to that of independent samples.
+        inflation: Variance of the mean relative to the mean of independent samples.
     """
     mean = samples.mean(0)
     value = mean if shift is None else shift + mean
@@ -188,7 +188,7 @@ def from_samples(
 
 
 def standard_error(samples: Tensor, floor: Tensor, inflation: Tensor | None = None) -> Tensor:
-    """Return the standard error of the mean over the first dimension, rounding errors included."""
+    """Return the standard error of the mean over the first dimension, including rounding errors."""
     count = samples.shape[0]
     if count < 2:
         return torch.full_like(floor, math.inf)
@@ -197,7 +197,7 @@ def standard_error(samples: Tensor, floor: Tensor, inflation: Tensor | None = No
 
 
 def _with_error(value: float, stderr: float) -> str:
-    """Format a number to the digit of the second significant digit of its error."""
+    """Format a value to the digit of the second significant digit of its error."""
     if not (math.isfinite(value) and math.isfinite(stderr) and value and stderr):
         return f"{value:.6g} +- {stderr:.2g}"
     decimals = 1 - math.floor(math.log10(stderr))

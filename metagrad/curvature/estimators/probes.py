@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.core.checks import check_choice, check_count, check_type
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.rows import norm
 
@@ -28,30 +29,30 @@ def sample_probes(
     r"""Draw probes, rows :math:`z` with :math:`E[z z^T] = I`.
 
     ============ ==========================================================================================
-    distribution what
+    distribution probes
     ============ ==========================================================================================
-    "rademacher" signs; :math:`z^T A z` has no variance from the diagonal of :math:`A`
-    "normal"     independent standard normal elements; rotation invariant
-    "sphere"     uniform directions of norm :math:`\sqrt n`; rotation invariant, with less variance
+    "rademacher" signs. The diagonal of :math:`A` adds no variance to :math:`z^T A z`.
+    "normal"     independent standard normal elements. Rotation invariant.
+    "sphere"     uniform directions of norm :math:`\sqrt n`. Rotation invariant, with less variance.
     ============ ==========================================================================================
 
-    Every row is drawn by a call of its own, so rows drawn in several calls are bit for bit those of one.
+    Every row is drawn by its own call, so rows drawn in several calls are bitwise identical to rows drawn in one.
 
     Args:
-        count: How many.
-        n: Elements of each.
-        distribution: From which distribution.
-        dtype: Of the probes.
-        device: Where the probes go.
-        generator: Draws the numbers on its own device, from which they are moved; torch's default generator of
-            ``device`` otherwise. The same state gives the same bits.
+        count: Number of probes, 1 or more.
+        n: Number of elements of each probe, 0 or more.
+        distribution: A row of the table.
+        dtype: A floating point dtype.
+        device: Device of the probes.
+        generator: Draws the numbers on its own device, before they move to ``device``. The default is torch's default
+            generator of ``device``. The same state gives bitwise identical probes.
 
     Returns:
         The probes, shape [count, n].
 
     Raises:
-        ValueError: ``distribution`` is unknown, or ``count`` is below 1.
-        TypeError: ``generator`` is no :class:`torch.Generator`.
+        ValueError: ``distribution`` is unknown, or a number is out of range.
+        TypeError: ``generator`` is not a :class:`torch.Generator`, or ``dtype`` is not floating point.
 
     Example:
         >>> from metagrad.curvature.estimators.probes import sample_probes
@@ -64,8 +65,10 @@ def sample_probes(
         Epperly, Tropp, Webber, "XTrace", SIAM J. Matrix Anal. Appl. 45(1), 2024, for the sphere.
     """
     check_drawing("sample_probes(...)", distribution, generator)
-    if count < 1:
-        raise ValueError(f"sample_probes(count, n): count must be at least 1, got {count}.")
+    check_count("sample_probes(count, n): count", count)
+    check_count("sample_probes(count, n): n", n, 0)
+    if not dtype.is_floating_point:
+        raise TypeError(f"sample_probes(..., dtype): expected a floating point dtype, got {dtype}.")
     place = generator.device if generator is not None else device
     rows = torch.empty(count, n, dtype=dtype, device=place)
     for row in rows:
@@ -83,19 +86,13 @@ def draw_for(
 
 
 def check_drawing(call: str, distribution: str, generator: object) -> None:
-    """Check the arguments for random probes."""
-    if distribution not in get_args(Distribution):
-        known = ", ".join(f'"{name}"' for name in get_args(Distribution))
-        raise ValueError(f"{call}: distribution must be one of {known}, got {distribution!r}.")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"{call}: generator must be a torch.Generator or None, got {type(generator).__name__}. "
-            "torch.Generator().manual_seed(0) makes one."
-        )
+    """Raise unless the arguments for random probes are valid."""
+    check_choice(f"{call}: distribution", distribution, Distribution)
+    check_type(f"{call}: generator", generator, torch.Generator, optional=True)
 
 
 def piece_sizes(operator: object, count: int, rows: int) -> Iterator[int]:
-    """Split ``count`` vectors into pieces of at most ``rows``, and of the operator's ``num_together``."""
+    """Split ``count`` vectors into pieces of at most ``rows`` vectors and at most the operator's ``num_together``."""
     while count > 0:
         size = min(count, rows, getattr(operator, "num_together", None) or rows)
         yield size
@@ -103,7 +100,7 @@ def piece_sizes(operator: object, count: int, rows: int) -> Iterator[int]:
 
 
 def rows_in_chunk(call: str, chunk: Bytes, n: int, dtype: torch.dtype) -> int:
-    """Return how many rows of n elements fit into a chunk; at least one."""
+    """Return how many rows of n elements fit into a chunk, at least one."""
     return max(1, checked_bytes(call, "chunk", chunk) // max(1, n * dtype.itemsize))
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import check_choice
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, student_t
@@ -29,9 +30,9 @@ from metagrad.curvature.rows import inner
 class Hutchinson(Estimator):
     r"""Estimate the trace by :math:`\frac1m \sum_k z_k^T A z_k`.
 
-    The standard error falls as :math:`\lVert A \rVert_F \sqrt{2 / m}`, whatever the spectrum; nothing is kept but a
-    number for each probe. Exact for diagonal matrices with Rademacher probes, and for multiples of the identity with
-    those and with the sphere's.
+    The standard error falls as :math:`\lVert A \rVert_F \sqrt{2 / m}`, for any spectrum. Only two numbers are stored
+    for each probe. The estimate is exact for diagonal matrices with Rademacher probes, and for multiples of the
+    identity with Rademacher or sphere probes.
     """
 
     name = "hutchinson"
@@ -43,11 +44,11 @@ class Hutchinson(Estimator):
         self.squares: Tensor = probing.zeros(0)
 
     def extend(self, products: int) -> None:
-        """Spend so many more products."""
+        """Spend ``products`` more products."""
         self._append(self.probing.reduced(products, _forms))
 
     def add(self, probes: Tensor, products: Tensor) -> None:
-        """Take probes that were multiplied already, [k, n]."""
+        """Add probes [k, n] that were already multiplied."""
         self._append(_forms(probes, widened(products)))
 
     def _append(self, found: Tensor) -> None:
@@ -55,7 +56,7 @@ class Hutchinson(Estimator):
         self.squares = torch.cat([self.squares, found[:, 1]])
 
     def estimate(self) -> Estimate:
-        """Estimate from all the samples so far."""
+        """Estimate from all samples so far."""
         floor = self.probing.rounding(self.squares.mean().sqrt())
         return from_samples(
             self.samples, floor, matvecs=self.probing.matvecs, method=self.name, quantity="trace"
@@ -63,7 +64,7 @@ class Hutchinson(Estimator):
 
 
 def _forms(probes: Tensor, products: Tensor) -> Tensor:
-    """z^T A z, and ||A z||^2, whose mean is the square of the Frobenius norm."""
+    """Return z^T A z and ||A z||^2, [k, 2]. The mean of the second is the squared Frobenius norm."""
     return torch.stack([(probes * products).sum(1), products.square().sum(1)], 1)
 
 
@@ -79,7 +80,7 @@ class Exact(Estimator):
         self.squares: Tensor = probing.zeros(0)
 
     def extend(self, products: int) -> None:
-        """Make all n products, whatever ``products`` is."""
+        """Make all n products, for any ``products``."""
         probing = self.probing
         for start in range(0, probing.n, probing.rows):
             units = probing.zeros(min(probing.rows, probing.n - start), probing.n)
@@ -97,10 +98,10 @@ class Exact(Estimator):
 class HutchPlusPlus(Estimator):
     r"""Estimate the trace by :math:`\mathrm{tr}(Q A Q^T) + \frac1l \sum_k g_k^T A g_k`.
 
-    The rows of :math:`Q` span the products of the first third of the budget; a third goes into :math:`Q A`; and the
-    probes :math:`g_k` of the last are projected off :math:`Q`. The error falls as 1 / products, and faster
-    where the spectrum decays. Probes on the sphere are brought back to the sphere of the complement. When
-    the subspace grows, the probes drawn so far are projected again, at no products.
+    One third of the budget multiplies probes whose products span the rows of :math:`Q`, and one third computes
+    :math:`Q A`. The last third multiplies probes :math:`g_k` that are projected off :math:`Q`. The error falls as 1 /
+    products, and faster if the spectrum decays. Sphere probes are rescaled to the sphere of the complement. When the
+    subspace grows, earlier probes are projected again, which costs no products.
 
     References:
         Meyer, Musco, Musco, Woodruff, "Hutch++: optimal stochastic trace estimation", SOSA 2021; for the growth,
@@ -119,7 +120,7 @@ class HutchPlusPlus(Estimator):
         self.products: Tensor = probing.zeros(0, probing.n)
 
     def extend(self, products: int) -> None:
-        """Spend so many more products, a third on each part."""
+        """Spend ``products`` more products, a third on each part."""
         probing, basis = self.probing, self.basis
         grown = min(products // 3, probing.n - len(basis.rows))
         if grown:
@@ -130,13 +131,13 @@ class HutchPlusPlus(Estimator):
             self.probes = self.probes - inside @ new
             self.products = self.products - inside @ products_of_new
         probes = probing.draw(products - 2 * grown)
-        for _ in range(2):  # once leaves rounding errors of the size of the probe, not of its rest
+        for _ in range(2):  # one pass leaves rounding errors of the size of the probe, not of its rest
             probes = probes - inner(probes, basis.rows) @ basis.rows
         self.probes = torch.cat([self.probes, probes])
         self.products = torch.cat([self.products, probing.multiply(probes)])
 
     def estimate(self) -> Estimate:
-        """Estimate from all the products so far; the standard error is that of the rest."""
+        """Estimate from all products so far. The standard error comes from the projected probes."""
         probing = self.probing
         on_basis = (self.basis.rows * self.products_of_basis).sum()
         rest = (self.probes * self.products).sum(1)
@@ -155,17 +156,17 @@ class HutchPlusPlus(Estimator):
 
 
 class Auto(Estimator):
-    r"""Estimate the trace by XTrace where its subspace pays, otherwise by Hutchinson's estimator.
+    r"""Estimate the trace by XTrace if its subspace pays, otherwise by Hutchinson's estimator.
 
-    With b products XTrace has b / 2 probes and a subspace of b / 2 dimensions, Hutchinson's has b probes. Where the
-    eigenvalues are r equal ones, the subspace takes the share b / 2r of them, and XTrace's variance is the smaller
-    one from :math:`b = r` on. For others the effective number of eigenvalues stands for r,
+    For b products, XTrace has b / 2 probes and a subspace of b / 2 dimensions. Hutchinson's estimator has b probes.
+    If there are only r nonzero eigenvalues, all equal, the subspace holds the share b / 2r of them. XTrace's variance
+    is smaller if :math:`b \ge r`. For other spectra, r is the effective number of eigenvalues,
 
     .. math:: r = \frac{(\mathrm{tr} A^2)^2}{\mathrm{tr} A^4}, \quad \mathrm{tr} A^2 = E \|A z\|^2, \quad
         \mathrm{tr} A^4 = E (A z_i \cdot A z_j)^2,
 
-    from the products with the first eight probes, which are the first of either estimator. With ``rtol``, b is what
-    Hutchinson's is expected to need, within the budget.
+    estimated from the first eight probes, which both estimators can use. With ``rtol``, b is the expected cost of
+    Hutchinson's estimator, within the budget.
     """
 
     name = "auto"
@@ -175,7 +176,7 @@ class Auto(Estimator):
         self.chosen: Hutchinson | XTrace | None = None
 
     def extend(self, products: int) -> None:
-        """Spend so many more products."""
+        """Spend ``products`` more products."""
         if self.chosen is None:
             before = self.probing.matvecs
             self.chosen = self._chosen(min(products, FIRST) // 2)
@@ -184,7 +185,7 @@ class Auto(Estimator):
             self.chosen.extend(products)
 
     def estimate(self) -> Estimate:
-        """Estimate from all the products so far."""
+        """Estimate from all products so far."""
         assert self.chosen is not None
         return self.chosen.estimate()
 
@@ -197,20 +198,20 @@ class Auto(Estimator):
         return chosen
 
     def _planned(self, probes: Tensor, products: Tensor) -> float:
-        """Return how many products will be spent, if on Hutchinson's estimator."""
+        """Return how many products Hutchinson's estimator would spend."""
         budget, rtol = self.probing.budget, self.probing.rtol
         if rtol is None:
             return budget
         mean = float((probes * products).sum(1).mean())
         if not mean:
             return budget
-        # 2 (|A|^2 - (tr A)^2 / n) / m is the variance of the mean over m probes on the sphere.
+        # The mean over m probes on the sphere has the variance 2 (|A|^2 - (tr A)^2 / n) / m.
         variance = 2 * max(0.0, float(products.square().sum(1).mean()) - mean**2 / self.probing.n)
         return min(budget, student_t(LEVEL, FIRST) ** 2 * variance / (rtol * mean) ** 2)
 
 
 def effective_rank(products: Tensor) -> float:
-    """Estimate (tr A^2)^2 / tr A^4 from products with independent probes, [k, n]; nan for A = 0.
+    """Estimate (tr A^2)^2 / tr A^4 from products with independent probes, [k, n]. Nan for A = 0.
 
     Example:
         >>> from metagrad.curvature.estimators.trace import effective_rank
@@ -226,7 +227,7 @@ def effective_rank(products: Tensor) -> float:
 
 ESTIMATORS: tuple[type[Estimator], ...] = (Auto, Exact, Hutchinson, HutchPlusPlus, XTrace)
 _BY_NAME = {cls.name: cls for cls in ESTIMATORS}
-_SKETCH_BYTES = 2**30  # what "auto" lets XTrace keep
+_SKETCH_BYTES = 2**30  # memory of XTrace that "auto" allows
 
 
 def trace(
@@ -244,42 +245,42 @@ def trace(
     .. math:: \mathrm{tr} A = E[z^T A z], \qquad E[z z^T] = I
 
     ============ ======================================================= ======================= =================
-    method       what                                                    its error falls as      keeps, in n-vectors
+    method       estimate                                                error falls as          stored n-vectors
     ============ ======================================================= ======================= =================
     "exact"      the diagonal, from n products                           rounding                a chunk
     "hutchinson" the mean of :math:`z^T A z`                             1 / sqrt(probes)        a chunk
     "hutch++"    a subspace exactly, and the rest by Hutchinson          1 / probes, or faster   4/3 for each probe
-    "xtrace"     each probe tests what the subspace of all others leaves 1 / probes, or faster   3/2 for each probe
-    "auto"       exact if the products allow it, else xtrace, or hutchinson for few products or a flat spectrum
+    "xtrace"     each probe tests the rest outside all others' subspace  1 / probes, or faster   3/2 for each probe
+    "auto"       exact if n is at most the budget, else xtrace, or hutchinson for few products or a flat spectrum
     ============ ======================================================= ======================= =================
 
-    On spectra that decay, the methods with a subspace win by orders of magnitude; on flat ones Hutchinson's is best,
-    by a factor of about 1.4, and "auto" takes it. The interval covers about what its level says (measured on five
-    spectra, n = 1000: 85 to 95 % for 90 %), less where fewer than about ten samples meet a few outliers.
+    If the spectrum decays, the methods with a subspace are more accurate by orders of magnitude. On flat spectra
+    Hutchinson's estimator is best, by a factor of about 1.4, and "auto" chooses it. The interval covers about its
+    level: 85 to 95 % for 90 %, measured on five spectra with n = 1000. It covers less if fewer than about ten samples
+    meet a few outliers.
 
     Args:
         operator: The map, n x n and symmetric.
-        method: A row of the table. "hutch++" needs at least 3 products and "xtrace" 2; beyond 3n and 2n products they
-            spend no more on their subspace, which is then the whole space.
-        probes: How many products with the operator to spend, 64 by default, whatever the method (which makes methods
-            comparable): Hutchinson has a sample from each, Hutch++ from every third, XTrace from every
-            second. With ``rtol``, the most that may be spent, 1024 by default. "exact" always spends n.
-        rtol: Stop when the 95 % interval's half-width is at most ``rtol * |trace|``. Products are spent in batches
-            that make the total 16, 24, 36, ...; nothing is thrown away between them.
-        distribution: "rademacher", "normal" or "sphere", see :func:`sample_probes`. By default
-            signs for Hutchinson, and the sphere for the others. Projected probes of the sphere are scaled back to
-            the sphere of the complement, which reduces the variance.
-        generator: Draws the probes; the same state gives the same bits.
-        chunk: Hutchinson's probes are drawn and multiplied in pieces of so many bytes. Bits of probes do not depend
-            on it.
+        method: A row of the table. "hutch++" needs at least 3 products and "xtrace" 2. Beyond 3n and 2n products
+            their subspace is the whole space, and no more is spent on it.
+        probes: Number of products with the operator, 64 by default, for every method. Hutchinson has one sample for
+            each product, Hutch++ one for three, XTrace one for two. With ``rtol`` it is a maximum, 1024 by default.
+            "exact" always spends n.
+        rtol: Stop if the half-width of the 95 % interval is at most ``rtol * |trace|``. Products are spent in batches
+            that make the total 16, 24, 36, ... and all of them are used.
+        distribution: "rademacher", "normal" or "sphere", see :func:`sample_probes`. The default is "rademacher" for
+            Hutchinson and "sphere" for other methods. Projected sphere probes are rescaled to the sphere of the
+            complement, which reduces the variance.
+        generator: Draws the probes. The same state gives bitwise identical results.
+        chunk: Hutchinson's probes are drawn and multiplied in pieces of this many bytes. Probes do not depend on it.
 
     Returns:
-        The trace, its standard error and interval. ``value`` is differentiable where the products are, by
-        every method; the number of products at which ``rtol`` stops counts as a constant.
+        The trace, its standard error and interval. ``value`` is differentiable if the products are. With
+        ``rtol``, the number of products is a constant for derivatives.
 
     Raises:
-        ValueError: A product has NaN or inf; an argument is out of range; the derivative does not exist, because
-            products that require grad are dependent (low rank with "hutch++" and "xtrace").
+        ValueError: A product has NaN or Inf, or an argument is out of range. Also if products that require grad are
+            linearly dependent, so that no derivative exists (low rank with "hutch++" and "xtrace").
         TypeError: An argument has the wrong type.
 
     Example:
@@ -300,9 +301,7 @@ def trace(
         Tropp, Webber, "XTrace", SIAM J. Matrix Anal. Appl. 45(1), 2024.
     """
     call = "trace(operator, ...)"
-    if method not in _BY_NAME:
-        known = ", ".join(f'"{name}"' for name in _BY_NAME)
-        raise ValueError(f"{call}: method must be one of {known}, got {method!r}.")
+    check_choice(f"{call}: method", method, list(_BY_NAME))
     least = _BY_NAME[method].least
     budget = checked_budget(f'{call[:-1]}, method="{method}")', probes, rtol, least)
     if method == "auto":

@@ -1,4 +1,4 @@
-"""XTrace: each probe tests what the subspace of all others leaves."""
+"""XTrace: each probe tests the rest outside the subspace of all other probes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from metagrad.curvature.rows import inner
 class XTrace(ProbedBasis):
     r"""Estimate the trace by the mean over i of :math:`\mathrm{tr}(Q_i A Q_i^T) + g_i^T A g_i`.
 
-    The rows of :math:`Q_i` span the products of all probes but the i-th, which is projected off them to give
-    :math:`g_i`. Probes on the sphere are brought back to the sphere of the complement. All leave-one-out estimates
-    come from one basis, by small matrices alone; so do the leave-two-out ones that the standard error takes.
+    The rows of :math:`Q_i` span the products of all probes except the i-th. The i-th probe is projected off them to
+    give :math:`g_i`. Sphere probes are rescaled to the sphere of the complement. All leave-one-out estimates come
+    from one basis, by operations on small matrices. The standard error uses leave-two-out estimates, computed in the
+    same way.
 
     References:
         Epperly, Tropp, Webber, "XTrace: making the most of every sample in stochastic trace estimation", SIAM J.
@@ -27,11 +28,11 @@ class XTrace(ProbedBasis):
 
     name = "xtrace"
     least = 2
-    # Bound for k Cov / s^2: measured up to 1.6. Where the spectrum decays fast it is about 0, with a noisy estimate.
+    # Bound for k Cov / s^2, measured up to 1.6. If the spectrum decays fast it is about 0, with a noisy estimate.
     most = 2.0
 
     def estimate(self) -> Estimate:
-        """Estimate from all the products so far."""
+        """Estimate from all products so far."""
         probing, basis, lower = self.probing, self.basis.rows, self.basis.lower
         on_basis = inner(basis, self.products_of_basis)
         if self.is_complete:
@@ -64,27 +65,30 @@ class XTrace(ProbedBasis):
 
 
 Scales = tuple[int, Tensor] | None
-"""Dimension of a complement, and the squared norms of the probes in it; None where they stay as they are."""
+"""Dimension of a complement, and the squared norms of the probes in it. None if probes are not rescaled."""
 
 
 class _LeftOut(NamedTuple):
-    """The i-th probe and the basis without it, in coordinates of the whole basis Q; all [k, k] but the last."""
+    """The i-th probe and the basis without it, in coordinates of the whole basis Q.
+
+    Tensors are [k, k] except ``whole``.
+    """
 
     on_basis: Tensor  # H = Q A Q^T
-    outer: Tensor  # u_i: the probe's product with A Q^T, and the coordinates of its own product, added
-    lost: Tensor  # s_i: what the span loses with the probe
-    inside: Tensor  # c_i: the probe projected on the span of the others
-    whole: Tensor  # [k], the probe's own form z^T A z
+    outer: Tensor  # u_i, sum of the probe's product with A Q^T and the coordinates of its own product
+    lost: Tensor  # s_i, the direction that the span loses with the probe
+    inside: Tensor  # c_i, the probe projected on the span of the other probes' products
+    whole: Tensor  # the probe's own form z^T A z, [k]
 
     def rest(self) -> Tensor:
-        """g^T A g for g = z - Q^T c, [k]."""
+        """Return g^T A g for g = z - Q^T c, [k]."""
         c = self.inside
         return self.whole - (self.outer * c).sum(1) + (c @ self.on_basis * c).sum(1)
 
     def changes(self, scales: Scales) -> Tensor:
-        """Return how the i-th estimate changes when the j-th probe is left out too, [k, k].
+        """Return the change of the i-th estimate if the j-th probe is also left out, [k, k].
 
-        The span loses the unit vector v_ij next, which is s_j made orthogonal to s_i.
+        The span then also loses the unit vector v_ij, which is s_j made orthogonal to s_i.
         """
         H, s, c = self.on_basis, self.lost, self.inside
         cosines = s @ s.t()

@@ -1,8 +1,8 @@
-r"""Curvature of a loss in the output of a model, in closed form: products, square roots, and random scores.
+r"""Curvature of a loss with respect to the output of a model, in closed form: products and random scores.
 
-Every loss here is a negative log-likelihood, :math:`L = \sum_n s_n \ell_n`. Its :math:`s_n` is the weight of a datum,
-which counts as so many of them, divided by what the mean divides by. Vectors have the shape of the output, and
-dimensions in front for several.
+Every loss here is a negative log-likelihood, :math:`L = \sum_n s_n \ell_n`. The weight :math:`s_n` of a datum counts
+it as so many data, and is divided by the divisor of the mean. Vectors have the shape of the output. Several vectors
+have more dimensions in front.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 
 
 class OutputLoss(ABC):
-    r"""A loss of one output :math:`z` that is the negative log-likelihood of a predictive distribution.
+    """A loss of one output :math:`z` that is the negative log-likelihood of a predictive distribution.
 
     Attributes:
-        output: :math:`z`, what the model returns.
-        scale: The weights :math:`s`, in a shape that broadcasts to that of ``output``; zero for ignored examples.
-        count: What the mean divides by, already applied to ``scale``; None for a sum.
+        output: :math:`z`, the output of the model.
+        scale: The weights :math:`s`, in a shape that broadcasts to the shape of ``output``. Zero for ignored
+            examples.
+        count: Divisor of the mean, already applied to ``scale``. None for a sum.
     """
 
     output: Tensor
@@ -31,7 +32,7 @@ class OutputLoss(ABC):
 
     @property
     def num_data(self) -> int:
-        """How many data the output is of: the size of its first dimension."""
+        """Number of data in the output: the size of its first dimension."""
         return len(self.output) if self.output.ndim else 1
 
     @abstractmethod
@@ -60,10 +61,9 @@ class _ClosedForm(OutputLoss):
 class Categorical(_ClosedForm):
     r"""Cross-entropy of logits: :math:`\ell = -\log p_y` with :math:`p = \mathrm{softmax}(z)`.
 
-    .. math:: H_L = F_L = s\, (\mathrm{diag}(p) - p p^\top), \qquad
-              S = \sqrt{s}\, (\mathrm{diag}(\sqrt p) - p \sqrt p^\top)
+    .. math:: H_L = F_L = s\, (\mathrm{diag}(p) - p p^\top)
 
-    The label does not enter, so targets that are probabilities or smoothed have the same curvature.
+    The curvature does not depend on the label. Probabilities as targets and smoothed labels have the same curvature.
 
     Args:
         output: Logits :math:`z`, ``[N, C, d...]``, or ``[C]``.
@@ -81,17 +81,17 @@ class Categorical(_ClosedForm):
 
     @property
     def num_data(self) -> int:
-        """How many data the output is of: 1, or the size of the first dimension."""
+        """Number of data in the output: 1, or the size of its first dimension."""
         return len(self.output) if self.output.ndim > 1 else 1
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """The predicted probabilities, of the shape of the logits."""
+        """The predicted probabilities, in the shape of the logits."""
         return self.output.softmax(self._dim)
 
     @property
     def _dim(self) -> int:
-        """The dimension of classes, counted from behind: vectors have others in front."""
+        """The dimension of classes, counted from the end because vectors have more dimensions in front."""
         return -1 if self.output.ndim == 1 else 1 - self.output.ndim
 
     def hessian_product(self, vectors: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Categorical(_ClosedForm):
         return self.scale * (weighted - self.probabilities * weighted.sum(self._dim, keepdim=True))
 
     def fisher_product(self, vectors: Tensor) -> Tensor:
-        """Multiply by the Fisher matrix, which is the Hessian."""
+        """Multiply by the Fisher matrix, which equals the Hessian."""
         return self.hessian_product(vectors)
 
     def score(self, generator: torch.Generator | None) -> Tensor:
@@ -126,22 +126,22 @@ class _Elementwise(_ClosedForm):
         return self.scale * self._curvature() * vectors
 
     def fisher_product(self, vectors: Tensor) -> Tensor:
-        """Multiply by the Fisher matrix, a diagonal one."""
+        """Multiply by the Fisher matrix, a diagonal matrix."""
         return self.scale * self._information() * vectors
 
 
 @dataclass(frozen=True, eq=False)
 class Gaussian(_Elementwise):
-    r"""Squares: :math:`\ell = \tfrac{\lambda}{2} (z - y)^2`, of a Gaussian of precision :math:`\lambda`.
+    r"""Squared error: :math:`\ell = \tfrac{\lambda}{2} (z - y)^2`, for a Gaussian of precision :math:`\lambda`.
 
-    .. math:: H_L = F_L = s \lambda, \qquad S = \sqrt{s \lambda}
+    .. math:: H_L = F_L = s \lambda
 
     ``F.mse_loss`` has :math:`\lambda = 2`.
 
     Args:
         output: Means :math:`z`, of any shape.
-        scale: Weights, in a shape that broadcasts to it.
-        precision: :math:`\lambda`, likewise.
+        scale: Weights, in a shape that broadcasts to the shape of ``output``.
+        precision: :math:`\lambda`, in a shape that broadcasts to the shape of ``output``.
 
     Example:
         >>> loss = Gaussian(torch.zeros(2), scale=torch.tensor(0.5), precision=torch.tensor(2.0))
@@ -163,11 +163,11 @@ class Gaussian(_Elementwise):
 class Bernoulli(_Elementwise):
     r"""Binary cross-entropy of logits: :math:`p = \sigma(z)`.
 
-    .. math:: H_L = F_L = s\, p (1 - p), \qquad S = \sqrt{s\, p (1 - p)}
+    .. math:: H_L = F_L = s\, p (1 - p)
 
     Args:
         output: Logits :math:`z`, of any shape.
-        scale: Weights, in a shape that broadcasts to it, those of positive labels (``pos_weight``) included.
+        scale: Weights, in a shape that broadcasts to the shape of ``output``. They include ``pos_weight``.
 
     Example:
         >>> Bernoulli(torch.zeros(1), scale=torch.tensor(1.0)).hessian_product(torch.ones(1))
@@ -186,14 +186,14 @@ class Bernoulli(_Elementwise):
 
 @dataclass(frozen=True, eq=False)
 class BernoulliProbability(_Elementwise):
-    r"""Binary cross-entropy of probabilities :math:`z`; its Hessian in them is not the Fisher matrix.
+    r"""Binary cross-entropy of probabilities :math:`z`. Its Hessian is not the Fisher matrix.
 
     .. math:: H_L = s \left(\frac{y}{z^2} + \frac{1 - y}{(1 - z)^2}\right), \qquad F_L = \frac{s}{z (1 - z)}
 
     Args:
         output: Probabilities :math:`z`, of any shape.
-        scale: Weights, in a shape that broadcasts to it.
-        target: Labels :math:`y` between 0 and 1, likewise.
+        scale: Weights, in a shape that broadcasts to the shape of ``output``.
+        target: Labels :math:`y` between 0 and 1, in a shape that broadcasts to the shape of ``output``.
 
     Example:
         >>> loss = BernoulliProbability(torch.tensor([0.25]), torch.tensor(1.0), target=torch.ones(1))
@@ -218,7 +218,7 @@ class BernoulliProbability(_Elementwise):
         return self.scale.sqrt() * torch.where(label, -1 / p, 1 / q)
 
     def _clamped(self) -> tuple[Tensor, Tensor]:
-        # As torch clamps the denominator of the gradient.
+        # Torch clamps the denominator of the gradient in the same way.
         return self.output.clamp(min=1e-12), (1 - self.output).clamp(min=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Which loss a callable computes: found by calling it and watching which function of torch.nn it ends in."""
+"""Recognition of known losses: a loss is called, and the torch.nn function that returned its value is noted."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Evaluated(NamedTuple):
     """The value of a loss, and its closed form if it was recognized."""
 
     value: Tensor
-    known: OutputLoss | None  # its output is what the known function was called with, on its tape
+    known: OutputLoss | None  # its output is the argument of the known function, with its graph
 
 
 def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree) -> Evaluated:
-    """Call ``loss_fn(output, target)``, and find the closed form of what it returns.
+    """Call ``loss_fn(output, target)``, and find the closed form of its result.
 
     The form is known if ``loss_fn`` returns, unchanged, the result of ``F.cross_entropy``, ``F.mse_loss``,
     ``F.binary_cross_entropy_with_logits``, ``F.binary_cross_entropy``, ``F.gaussian_nll_loss``, or ``F.nll_loss`` of
@@ -43,8 +43,8 @@ def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree
 
     Args:
         loss_fn: The loss.
-        output: What the model returned, on its tape.
-        target: What the loss takes beside it.
+        output: The output of the model, with its graph.
+        target: The second argument of the loss.
     """
     value, call = _watched(lambda: loss_fn(output, target))
     if call is None or not _is_plain(call.arguments, tensors_in(output)):
@@ -53,7 +53,7 @@ def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree
 
 
 def recognized(loss: Callable[[], Tensor]) -> Evaluated:
-    """Evaluate a loss of which no output is known; its form is that in the input of the known function."""
+    """Evaluate a loss whose output is unknown. Its closed form is a function of the input of the known loss."""
     value, call = _watched(loss)
     if call is None or any(tensor.requires_grad for tensor in _others(call.arguments)):
         return Evaluated(value, None)
@@ -61,9 +61,9 @@ def recognized(loss: Callable[[], Tensor]) -> Evaluated:
 
 
 def is_affine_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Return whether a tensor is an affine function of outputs alone, such as a slice of one.
+    """Return whether a tensor is an affine function of only the outputs, such as a slice of one.
 
-    The Gauss-Newton matrix of a loss of it is that of the same loss as a function of the outputs.
+    A loss of the tensor then has the same Gauss-Newton matrix as a loss of the outputs.
     """
     ends = {output.grad_fn for output in outputs if output.grad_fn is not None}
     if tensor.grad_fn is None or tensor.grad_fn in ends:
@@ -77,7 +77,7 @@ def is_affine_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
 class _Call(NamedTuple):
     function: Callable[..., Tensor]
     arguments: _Arguments
-    result: Tensor  # kept alive, so that no other tensor gets its id
+    result: Tensor  # kept alive, so no other tensor gets its id
     node: Node | None  # of the result, as it was returned
 
 
@@ -99,18 +99,18 @@ class _LossCalls(Dispatch):
 
 
 def _watched(loss: Callable[[], Tensor]) -> tuple[Tensor, _Call | None]:
-    """Evaluate a loss; return the call that made it, None if none did or if its arguments are deprecated."""
+    """Evaluate a loss. Return the call that made it, or None if no known call did or its arguments are deprecated."""
     with _LossCalls() as watch:
         value = loss()
     call = watch.calls.get(id(value))
-    if call is None or call.node is not value.grad_fn:  # another one after a write, as by loss /= 2
+    if call is None or call.node is not value.grad_fn:  # written in place since, as by loss /= 2
         return value, None
     is_deprecated = any(call.arguments.get(name) is not None for name in ("size_average", "reduce"))
     return value, None if is_deprecated or value.ndim else call
 
 
 def _is_plain(arguments: _Arguments, outputs: Sequence[Tensor]) -> bool:
-    """Return whether the input alone depends on the outputs."""
+    """Return whether only the input depends on the outputs."""
     return _depend([arguments["input"]], outputs) and not _depend(_others(arguments), outputs)
 
 
@@ -148,8 +148,8 @@ def _categorical(logits: Tensor, scale: Tensor, count: Tensor | float, arguments
 
 
 def _nll(arguments: _Arguments) -> OutputLoss | None:
-    # The softmax of normalised log-probabilities is the probabilities, and what J may have along the constant
-    # vector, which distinguishes them from the logits, lies in the kernel of diag(p) - p p^T.
+    # The softmax of normalized log-probabilities is the probabilities. Their Jacobian differs from the logits' along
+    # the constant vector, which is in the kernel of diag(p) - p p^T.
     log_probabilities = arguments["input"].detach()
     totals = log_probabilities.logsumexp(min(log_probabilities.ndim - 1, 1))
     if not bool((totals.abs() <= 1e-3).all()):
@@ -189,7 +189,7 @@ def _bernoulli_probability(arguments: _Arguments) -> OutputLoss | None:
 def _elementwise(
     arguments: _Arguments, make: Callable[[Tensor], OutputLoss], count: Tensor | None = None
 ) -> OutputLoss | None:
-    """Make a loss of independent outputs, whose mean is over all of them if nothing else is counted."""
+    """Make a loss of independent outputs. Its mean is over all outputs unless ``count`` is given."""
     z, target, weight = arguments["input"], arguments["target"], arguments.get("weight")
     if torch.broadcast_shapes(z.shape, target.shape) != z.shape:
         return None
@@ -210,4 +210,4 @@ _MAKERS: dict[Callable[..., Tensor], Callable[[_Arguments], OutputLoss | None]] 
 }
 
 KNOWN_LOSSES = tuple(_MAKERS)
-"""The losses of which the curvature in the output is known in closed form."""
+"""The losses whose curvature with respect to the output is known in closed form."""

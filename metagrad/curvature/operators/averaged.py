@@ -1,4 +1,4 @@
-"""An operator whose products are averaged over the processes of a group."""
+"""An operator whose products are averaged over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.core.checks import check_type
 from metagrad.curvature.operators.operator import Operator, Wrapped
 
 if TYPE_CHECKING:
@@ -16,17 +17,18 @@ if TYPE_CHECKING:
 
 
 class Averaged(Wrapped):
-    r"""The mean of the operators of all processes, :math:`\frac{1}{W} \sum_w A_w`, by one all-reduce for a product.
+    r"""The mean of the operators of all ranks, :math:`\frac{1}{W} \sum_w A_w`. A product costs one all-reduce.
 
-    Each process makes its operator from its own data, at the same parameters. All of them make the same products in
-    the same order, so estimators need equal generators. Products have no graph.
+    Each rank makes its operator from its own data, at the same parameters. All ranks make the same products in the
+    same order, so estimators need equal generators. Products are not differentiable.
 
     Args:
-        operator: The operator of this process.
-        group: The processes; None is the default group.
+        operator: The operator of this rank.
+        group: The process group. None is the default group.
 
     Raises:
-        ValueError: In a product, the processes multiply different vectors.
+        TypeError: ``operator`` is not an :class:`~metagrad.curvature.Operator`.
+        ValueError: In a product, the ranks multiply different vectors.
 
     Example:
         >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -36,7 +38,7 @@ class Averaged(Wrapped):
     """
 
     def __init__(self, operator: Operator, group: ProcessGroup | None = None) -> None:
-        super().__init__(operator)
+        super().__init__(check_type("Averaged(operator, group)", operator, Operator))
         self.group = group
 
     def _products(self, vectors: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ class Averaged(Wrapped):
         bound = torch.finfo(self.dtype).eps ** 0.5 * linalg.vector_norm(vectors.detach(), dim=1)
         if bool(((message[:, -1] - mark).abs() > bound).any()):
             raise ValueError(
-                "Averaged(operator, group): the processes multiply different vectors. Give estimators generators of "
-                "the same seed in every process, such as generator=torch.Generator().manual_seed(0)."
+                "Averaged(operator, group): the ranks multiply different vectors. Give estimators generators with "
+                "the same seed on every rank, such as generator=torch.Generator().manual_seed(0)."
             )
         return message[:, :-1]

@@ -1,4 +1,4 @@
-"""Operators of data that come in batches: one batch's graph at a time, and the exact sum."""
+"""Operators of data in batches: the exact sum, with the graph of one batch at a time."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from metagrad.curvature.operators.operator import GraphOperator, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 
 Batch: TypeAlias = Tree
-"""The arguments of a loss besides the parameters: a tuple such as ``(x, y)``, or a list of tensors."""
+"""The arguments of a loss in addition to the parameters: a tuple such as ``(x, y)``, or a list of tensors."""
 
 Reduction: TypeAlias = "Literal['mean', 'sum'] | Callable[[Batch], float]"
 """How the loss of a batch reduces its terms."""
 
 
 def is_one_batch(data: object) -> bool:
-    """Tell one batch from an iterable of batches.
+    """Return whether data are one batch, and not an iterable of batches.
 
-    A tensor, a tuple (named or not) and a list of tensors are one batch; everything else that can be iterated over,
-    such as a list of tuples or a ``DataLoader``, is batches.
+    A tensor, a tuple (named or not) and a list of tensors are one batch. Every other iterable holds batches, such as
+    a list of tuples or a ``DataLoader``.
     """
     if is_list_or_tuple(data):
         return isinstance(data, tuple) or (bool(data) and isinstance(data[0], Tensor))
@@ -40,18 +40,18 @@ class Accumulated(Operator):
 
     .. math:: A = \sum_b \frac{n_b}{\sum_{b'} n_{b'}} A_b, \qquad\text{or}\qquad A = \sum_b A_b
 
-    The first where the losses are means of :math:`n_b` terms each, the second where they are sums. Every product goes
-    through all batches once, however many vectors are multiplied together: multiply many at a time. It is taken where
-    the parameters are by then.
+    The first formula holds if the losses are means of :math:`n_b` terms each, the second if they are sums. Every
+    product goes through all batches once, however many vectors are multiplied together, so multiply many at a time.
+    Products are taken at the current values of the parameters.
 
     Args:
-        call: How errors name the caller.
+        call: Name of the caller in errors.
         space: The parameters.
-        operator_for: Makes the operator of a batch, which is closed before the next is made. Its ``count`` is
-            :math:`n_b`, or None of a sum.
-        batches: Can be iterated over again and again, with the same batches; their tensors are moved to the device
-            of the parameters.
-        begin_pass: Called before each pass, to draw the same random numbers in all of them.
+        operator_for: Makes the operator of a batch, which is closed before the next one is made. Its ``count`` is
+            :math:`n_b`, or None for a sum.
+        batches: An iterable that yields the same batches every time. Tensors are moved to the device of the
+            parameters.
+        begin_pass: Called before each pass, so that all passes draw the same random numbers.
 
     Raises:
         TypeError: ``batches`` is an iterator, which is consumed by one pass.
@@ -68,14 +68,14 @@ class Accumulated(Operator):
         if isinstance(batches, Iterator):
             raise TypeError(
                 f"{call}: the data is a {type(batches).__name__}, which is consumed by one pass, but every product "
-                "takes one. Give a list of batches, a DataLoader, or another object whose __iter__ starts anew."
+                "takes one. Give a list of batches, a DataLoader, or another object whose __iter__ starts again."
             )
         super().__init__(space)
         self.call = call
         self.batches = batches
         self._operator_for = operator_for
         self._begin_pass = begin_pass
-        # Products may be computed under another autocast state than the one that the model is meant to run in.
+        # Products may be computed under another autocast state, but the model runs under the present one.
         self._autocast = AutocastState()
 
     def _products(self, vectors: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ class Accumulated(Operator):
         return self._sum(lambda operator: [operator.block_products(block, vectors)])[0]
 
     def evaluate(self) -> tuple[Tensor, Tensor]:
-        """Return the loss of all data and its gradient, flat, from one pass."""
+        """Return the loss of all data and its flat gradient, from one pass."""
         loss, gradient = self._sum(lambda operator: [operator.loss, operator.gradient])
         return loss, gradient
 
     def probe(self) -> list[Tensor]:
-        """Return the loss, its gradient and the product with a vector that is always the same, from one pass."""
+        """Return the loss, its gradient and the product with a fixed vector, from one pass."""
         generator = torch.Generator().manual_seed(0)
         vector = torch.randn(1, self.space.size, generator=generator, dtype=self.dtype).to(self.device)
 
@@ -119,13 +119,13 @@ class Accumulated(Operator):
             raise ValueError(f"{self.call}: the data has no batches.")
 
     def _sum(self, compute: Callable[[GraphOperator], list[Tensor]]) -> list[Tensor]:
-        """Add up the terms of all batches, and divide by what a mean divides by."""
+        """Add the terms of all batches, and divide by the total count if the losses are means."""
         totals: list[Tensor] = []
         divisor: float | Tensor | None = None
         for operator in self._operators():
             count = operator.count
             if count is not None and not count:
-                continue  # the mean over no data, as of labels that are all ignored, is nan
+                continue  # the mean over no data is nan, as if all labels are ignored
             terms = compute(operator)
             if count is not None:
                 terms = [term * count for term in terms]
@@ -139,7 +139,7 @@ class Accumulated(Operator):
 
 
 def num_data(call: str, batch: Batch) -> int:
-    """Count the data of a batch by the first dimension of its first tensor."""
+    """Return the number of data in a batch: the first dimension of its first tensor."""
     tensors = tensors_in(batch)
     if not tensors or not tensors[0].ndim:
         raise ValueError(
@@ -152,7 +152,7 @@ def num_data(call: str, batch: Batch) -> int:
 def count_of(
     call: str, batch: Batch, known: OutputLoss | None, reduction: Reduction | None
 ) -> float | Tensor | None:
-    """Return what the mean of a batch divides by; None if the loss is a sum."""
+    """Return the divisor of the mean of a batch. None if the loss is a sum."""
     if callable(reduction):
         return reduction(batch)
     if reduction not in (None, "mean", "sum"):
@@ -173,11 +173,11 @@ def count_of(
 
 
 def checked_deterministic(operator: Accumulated, model: nn.Module | None = None) -> Accumulated:
-    """Raise ``ValueError`` if loss, gradient and product of two passes differ by more than rounding.
+    """Return ``operator``. Raise ``ValueError`` if two passes differ by more than rounding.
 
     Args:
         operator: The operator.
-        model: Where to look for layers that may be the reason.
+        model: The model in which the error looks for layers that may be the reason.
     """
     passes = zip(("loss", "gradient", "product"), operator.probe(), operator.probe(), strict=True)
     distances = {name: _distance(first, second) for name, first, second in passes}
@@ -192,7 +192,7 @@ def checked_deterministic(operator: Accumulated, model: nn.Module | None = None)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """Return the norm of a difference, relative to the vectors; nan where either has one."""
+    """Return the norm of a difference relative to the larger vector. It is nan if either vector has one."""
     return float(
         linalg.vector_norm(a - b)
         / torch.maximum(linalg.vector_norm(a), linalg.vector_norm(b)).clamp(min=torch.finfo(a.dtype).tiny)
@@ -200,7 +200,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:
-    """Name what may have made two passes differ."""
+    """Return a sentence on what may have made two passes differ."""
     training = [(name or "the model", m) for name, m in (named_modules(model) if model else ()) if m.training]
     dropout = [f"{name} ({type(m).__name__})" for name, m in training if _has_dropout(m)]
     norms = [f"{name} ({type(m).__name__})" for name, m in training if isinstance(m, _torch.BatchNorm)]

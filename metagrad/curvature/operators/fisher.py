@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
 from metagrad.core.budget import checked_bytes
+from metagrad.core.checks import check_choice, check_count
 from metagrad.core.tree import LossFn
 from metagrad.curvature.operators.batches import Batch, Reduction, count_of
 from metagrad.curvature.operators.ggn import (
@@ -36,8 +37,8 @@ def fisher(
 ) -> Operator:
     r"""Make the operator of a Fisher information matrix.
 
-    The loss is :math:`L = \sum_n s_n \ell_n` with :math:`\ell_n = -\log p(y_n | x_n, \theta)`, where :math:`s_n` is
-    the weight of a datum (which counts as so many of them), divided by what a mean divides by. Then
+    The loss is :math:`L = \sum_n s_n \ell_n` with :math:`\ell_n = -\log p(y_n | x_n, \theta)`. Here :math:`s_n` is
+    the weight of a datum, divided by the divisor of a mean. Then
 
     .. math::
         F &= \sum_n s_n\, \mathbb{E}_{y \sim p(y | x_n, \theta)} \big[\nabla\ell_n(y) \nabla\ell_n(y)^\top\big]
@@ -46,33 +47,34 @@ def fisher(
            y_{nm} \sim p(y | x_n, \theta) & \text{"sampled"} \\
         E &= \sum_n s_n \nabla\ell_n(y_n) \nabla\ell_n(y_n)^\top & \text{"empirical"}
 
-    ``"exact"`` takes the expectation in closed form, and is the Gauss-Newton matrix :func:`ggn` of every loss known
-    there but ``F.binary_cross_entropy``, at the same cost. ``"sampled"`` converges to it, with an error like
-    :math:`1 / \sqrt{M}`. ``"empirical"`` uses the labels of the data: it approximates the Fisher matrix only near an
-    optimum of a well-specified model, and elsewhere may be far from the curvature.
+    ``"exact"`` takes the expectation in closed form. It is the Gauss-Newton matrix :func:`ggn` of every loss known
+    there except ``F.binary_cross_entropy``, at the same cost. ``"sampled"`` converges to it, with an error like
+    :math:`1 / \sqrt{M}`. ``"empirical"`` uses the labels of the data. It approximates the Fisher matrix only near an
+    optimum of a well-specified model. Elsewhere it may be far from the curvature.
 
-    The first dimension of the loss's input counts data; where that is ``[N, C, d...]``, the gradients of all
+    The first dimension of the loss's input counts data. If the input is ``[N, C, d...]``, the gradients of all
     positions of a datum are added before the outer product. To treat every position as a datum, flatten in
     ``loss_fn``.
 
     Args:
         model: As for :func:`ggn`.
-        loss_fn: Called as ``loss_fn(output, y)``. Except for ``kind="empirical"`` it must be, or return what is
-            returned by, one of the losses that :func:`ggn` knows in closed form: they are the likelihoods.
+        loss_fn: Called as ``loss_fn(output, y)``. Except for ``kind="empirical"`` it must be, or return the result
+            of, a loss that :func:`ggn` knows in closed form. These losses are the likelihoods.
         params: As for :func:`ggn`.
-        data: As for :func:`ggn`: a batch ``(x, y)`` or an iterable of such. Unless ``kind="empirical"``, ``y``
+        data: As for :func:`ggn`: one batch ``(x, y)`` or an iterable of batches. Unless ``kind="empirical"``, ``y``
             matters only for its weights: classes that are ignored or weighted.
-        kind: Which.
-        samples: The number M of labels drawn for each datum. They are drawn once, from torch's default
-            generator: the operator is a fixed matrix.
-        reduction: As for :func:`ggn`; with ``kind="empirical"`` and a loss that is not known it is needed, to tell
-            :math:`s_n` from :math:`\ell_n`: ``"mean"`` is over the first dimension of ``x``.
+        kind: ``"exact"``, ``"sampled"`` or ``"empirical"``.
+        samples: Number M of labels drawn for each datum. They are drawn once, from torch's default generator, so the
+            operator is a fixed matrix.
+        reduction: As for :func:`ggn`. Required for ``kind="empirical"`` with an unknown loss, to separate :math:`s_n`
+            from :math:`\ell_n`. ``"mean"`` is over the first dimension of ``x``.
 
     Returns:
         An operator, which is a context manager.
 
     Raises:
-        ValueError: As for :func:`ggn`; the loss is no known likelihood; ``kind`` is unknown; ``samples`` < 1.
+        ValueError: As for :func:`ggn`. Also if the loss is not a known likelihood, ``kind`` is unknown, or
+            ``samples`` is not an int of 1 or more.
         TypeError: As for :func:`ggn`.
 
     Example:
@@ -95,10 +97,8 @@ def fisher(
         NeurIPS 2019, section 3.
     """
     call = "fisher(model, loss_fn, params, data)"
-    if kind not in get_args(Kind):
-        raise ValueError(f"{call}: kind must be one of {', '.join(get_args(Kind))}, got {kind!r}.")
-    if samples < 1:
-        raise ValueError(f"{call}: samples must be 1 or more, got {samples}.")
+    check_choice(f"{call}: kind", kind, Kind)
+    check_count(f"{call}: samples", samples)
     problem = ModelProblem(call, model, loss_fn, params, any_split=True)
     labels = _Labels(torch.default_generator if kind == "sampled" else torch.Generator())
 
@@ -114,18 +114,18 @@ def fisher(
 
 
 class _Labels:
-    """The generators that labels are drawn with: the same numbers in every pass over the data."""
+    """The generators that labels are drawn with. Every pass over the data draws the same numbers."""
 
     def __init__(self, source: torch.Generator) -> None:
         self.seed = int(torch.randint(2**62, (), generator=source))
         self._generator: torch.Generator | None = None
 
     def restart(self) -> None:
-        """Begin with the first batch."""
+        """Begin a pass."""
         self._generator = None
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator for the device of the outputs, in the state after the earlier batches."""
+        """Return the generator for the device of the outputs, in its state after the earlier batches."""
         if self._generator is None:
             self._generator = torch.Generator(device).manual_seed(self.seed)
         return self._generator

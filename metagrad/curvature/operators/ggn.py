@@ -1,4 +1,4 @@
-"""The generalised Gauss-Newton matrix of a model and a loss, as an operator."""
+"""The generalized Gauss-Newton matrix of a model and a loss, as an operator."""
 
 from __future__ import annotations
 
@@ -38,43 +38,42 @@ def ggn(
     create_graph: bool = False,
     reduction: Reduction | None = None,
 ) -> Operator:
-    r"""Make the operator of the generalised Gauss-Newton matrix.
+    r"""Make the operator of the generalized Gauss-Newton (GGN) matrix.
 
     .. math:: G = J^\top H_L J, \qquad J = \frac{\partial f(\theta)}{\partial \theta}, \qquad
               H_L = \nabla_f^2 L(f)
 
-    It is the Hessian of :math:`L(f(\theta))` without the curvature of the model; with a convex loss it has no
-    negative eigenvalue, and for a model that is linear in its parameters it is the Hessian. The loss is
-    split into model and loss, and the matrix depends on this split.
+    It is the Hessian of :math:`L(f(\theta))` without the curvature of the model. For a convex loss it has no negative
+    eigenvalue. For a model that is linear in its parameters it is the Hessian. The matrix depends on how the loss is
+    split into model and loss.
 
-    :math:`H_L` is known in closed form for ``F.cross_entropy``, ``F.nll_loss`` of log-probabilities (taken for
-    cross-entropy), ``F.mse_loss``, ``F.binary_cross_entropy_with_logits``, ``F.binary_cross_entropy`` and
-    ``F.gaussian_nll_loss`` with a given variance, with all of their arguments; ``loss_fn`` may be one of these, or
-    the module, a partial or a function that returns the result of one, on the output itself or reshaped, transposed,
-    sliced, or cast. Every other loss is differentiated twice.
+    :math:`H_L` is known in closed form for ``F.cross_entropy``, ``F.mse_loss``,
+    ``F.binary_cross_entropy_with_logits``, ``F.binary_cross_entropy``, ``F.gaussian_nll_loss`` with a given variance,
+    and ``F.nll_loss`` of log-probabilities (treated as cross-entropy), with all of their arguments. ``loss_fn`` may
+    be one of these functions, its module, a partial, or a function that returns its result. Its input may be the
+    output or an affine function of it, such as a slice or a cast. Every other loss is differentiated twice.
 
     Args:
         model: An ``nn.Module``, called as ``model(x)`` in its current mode, with ``params`` substituted for its own
-            parameters; its buffers do not change. Or a function, called as ``model(params, x)``. It may return a
-            tensor, or any tree of them.
-        loss_fn: Called as ``loss_fn(output, y)``; returns one element.
-        params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them; a function's may be
-            :class:`~metagrad.sparse.SparseTensor`. They need not require grad.
-        data: A batch ``(x, y)``, whose graph is kept for all products; or an iterable of batches that can be iterated
-            over repeatedly: every product goes through all of them.
+            parameters. Or a function, called as ``model(params, x)``. It may return a tensor or a pytree of tensors.
+            Buffers do not change.
+        loss_fn: Called as ``loss_fn(output, y)``. Returns one element.
+        params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them. They need not require
+            grad. The parameters of a function may be :class:`~metagrad.sparse.SparseTensor`.
+        data: One batch ``(x, y)``, whose graph is stored for all products. Or an iterable of batches that can be
+            iterated over repeatedly. Then every product goes through all batches.
         chunk: As for :func:`hessian`.
-        create_graph: Put products on the tape, to be differentiated in ``params``, which must require grad then, and
-            in vectors.
-        reduction: For several batches, as for :func:`hessian`; it must be given if the loss is not known in closed
-            form.
+        create_graph: Make products differentiable with respect to vectors and ``params``, which must then require
+            grad.
+        reduction: As for :func:`hessian`, for several batches. Required if the loss is not known in closed form.
 
     Returns:
         An operator, which is a context manager.
 
     Raises:
-        ValueError: The batch is no pair, the loss is not one number or does not depend on a parameter (it is named),
-            a derivative is missing, or two passes over the data differ.
-        TypeError: ``data`` is an iterator, or ``params`` has something that is no floating point tensor.
+        ValueError: The batch is not a pair, the loss is not a scalar or does not depend on a parameter (the error
+            names it), a derivative is missing, two passes over the data differ, or the products are not symmetric.
+        TypeError: ``data`` is an iterator, or ``params`` has an entry that is not a floating point tensor.
 
     Example:
         Linear regression, :math:`G = \tfrac{2}{N} X^\top X`:
@@ -97,7 +96,7 @@ def ggn(
 
 
 class GaussNewtonOperator(GraphOperator):
-    r""":math:`J^\top M J` of one batch, with a matrix :math:`M` of the outputs."""
+    r""":math:`J^\top M J` of one batch, where :math:`M` is a matrix on the outputs."""
 
     def __init__(self, evaluation: ModelEvaluation, output_matrix: OutputMatrix, chunk: int) -> None:
         problem = evaluation.problem
@@ -113,7 +112,7 @@ class GaussNewtonOperator(GraphOperator):
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient of the loss, flat."""
+        """The flat gradient of the loss."""
         self._refuse_closed()
         params = self._recorded.params
         of_loss = JacobianGraph("gradient", [self._source], params, create_graph=self._create_graph)
@@ -142,7 +141,7 @@ def operator_of(
     chunk: int,
     begin_pass: Callable[[], None] | None = None,
 ) -> Operator:
-    r"""Make :math:`J^\top M J` of a batch, or of several, with ``M = output_matrix_of(evaluation)``."""
+    r"""Make :math:`J^\top M J` of one batch or of several, where ``M = output_matrix_of(evaluation)``."""
     is_alone = is_one_batch(data)
 
     def of_batch(batch: Batch) -> GaussNewtonOperator:
@@ -159,11 +158,11 @@ def operator_of(
 
 
 OutputMatrix: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]
-"""``output_matrix(vectors, batched)``: multiply vectors of the shapes of the outputs, or stacks of them."""
+"""``output_matrix(vectors, batched)`` multiplies vectors of the shapes of the outputs, or stacks of them."""
 
 
 def loss_hessian(evaluation: ModelEvaluation) -> OutputMatrix:
-    """Return the Hessian of the loss in the outputs, in closed form if there is one."""
+    """Return the Hessian of the loss with respect to the outputs, in closed form if there is one."""
     known = evaluation.known
     if known is None:
         return _hessian_by_autodiff(evaluation).pull
@@ -179,7 +178,7 @@ def _hessian_by_autodiff(evaluation: ModelEvaluation) -> JacobianGraph:
         if not behind & set(graph_nodes([loss])):
             raise ValueError(
                 f"{problem.call}: the loss does not depend on what the model returns. It must be a function "
-                "loss_fn(output, y) of the output; what it takes from elsewhere is not part of this matrix."
+                "loss_fn(output, y) of the output. This matrix holds only the curvature through the output."
             )
         refuse_order(problem.call, [loss], outputs, 3 if on_tape else 2)
         gradients = torch.autograd.grad(
@@ -190,7 +189,7 @@ def _hessian_by_autodiff(evaluation: ModelEvaluation) -> JacobianGraph:
 
 
 def fisher_of_outputs(evaluation: ModelEvaluation) -> OutputMatrix:
-    r"""Return :math:`F_L`, the expectation over the predictive distribution in closed form."""
+    """Return :math:`F_L`, the expectation over the predictive distribution in closed form."""
     known = known_loss(evaluation)
     return lambda vectors, batched: [known.fisher_product(vectors[0])]
 
@@ -198,11 +197,11 @@ def fisher_of_outputs(evaluation: ModelEvaluation) -> OutputMatrix:
 def sampled_scores(
     evaluation: ModelEvaluation, samples: int, generator: torch.Generator | None
 ) -> OutputMatrix:
-    r"""Return :math:`\frac{1}{M} \sum_m \sum_n s_n g_{nm} g_{nm}^\top` for labels that are drawn M times."""
+    r"""Return :math:`\frac{1}{M} \sum_m \sum_n s_n g_{nm} g_{nm}^\top` for M sampled labels of each datum."""
     known = known_loss(evaluation)
     if bool(known.output.isnan().any()):
         raise ValueError(
-            f"{evaluation.problem.call}: what the model returned has nan, so that no labels can be drawn from it."
+            f"{evaluation.problem.call}: the output of the model has nan, so no labels can be drawn from it."
         )
     with torch.no_grad():
         scores = torch.stack([known.score(generator) for _ in range(samples)]) / samples**0.5
@@ -212,7 +211,7 @@ def sampled_scores(
 def observed_scores(evaluation: ModelEvaluation, count: float | Tensor | None) -> OutputMatrix:
     r"""Return :math:`\sum_n s_n g_n g_n^\top` for the labels in the data.
 
-    The gradient of the loss in the output is :math:`s_n g_n`.
+    The gradient of the loss with respect to the output is :math:`s_n g_n`.
     """
     known, loss, outputs = evaluation.known, evaluation.loss, evaluation.outputs
     gradients = gradients_or_none(loss, outputs, torch.ones_like(loss), retain_graph=True, allow_unused=True)
@@ -229,11 +228,11 @@ def observed_scores(evaluation: ModelEvaluation, count: float | Tensor | None) -
 
 
 def known_loss(evaluation: ModelEvaluation) -> OutputLoss:
-    """Return the loss as a likelihood, or raise."""
+    """Return the loss as a likelihood. Raise ``ValueError`` if it is not a known one."""
     if evaluation.known is None:
         raise ValueError(
-            f"{evaluation.problem.call}: the loss is no likelihood that is known, so there is no distribution to "
-            "draw labels from. Known are F.cross_entropy, F.nll_loss of log-probabilities, F.mse_loss, "
+            f"{evaluation.problem.call}: the loss is not a known likelihood, so there is no distribution to draw "
+            "labels from. Known are F.cross_entropy, F.nll_loss of log-probabilities, F.mse_loss, "
             "F.gaussian_nll_loss with a given variance, F.binary_cross_entropy and "
             "F.binary_cross_entropy_with_logits, when loss_fn returns what they return. "
             'Multiply the operator, not the loss, by a factor; kind="empirical" takes any loss.'
@@ -242,7 +241,10 @@ def known_loss(evaluation: ModelEvaluation) -> OutputLoss:
 
 
 def _outer_products(scores: Sequence[Tensor], num_data: int) -> OutputMatrix:
-    r"""Return the sum over samples M and data n of :math:`a_{nM} a_{nM}^\top`, from ``[M, *output.shape]`` each."""
+    r"""Return the sum over samples M and data n of :math:`a_{nM} a_{nM}^\top`.
+
+    Each score is ``[M, *output.shape]``.
+    """
     rows = [score.reshape(len(score), num_data, -1) for score in scores]
 
     def multiply(vectors: list[Tensor], batched: bool) -> list[Tensor]:

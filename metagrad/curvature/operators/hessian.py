@@ -46,31 +46,35 @@ def hessian(
 
     .. math:: H = \nabla^2 L(\theta), \qquad H v = \nabla_\theta \langle \nabla L(\theta), v \rangle
 
-    The graph of the gradient is kept for all products. A product costs 1.5 to 2.3 gradients.
+    The graph of the gradient is stored for all products. A Hessian-vector product (HVP) costs 1.5 to 2.3 gradients.
+    Evaluating a loss function leaves the buffers of its modules unchanged.
 
     Args:
-        loss: A tensor with one element, and its graph; or a function ``loss_fn(params, *batch)`` that returns one.
-        params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them; the coordinates of a
-            :class:`~metagrad.sparse.SparseTensor` are its stored values. If ``loss`` is a function, they need not
-            require grad.
-        data: The arguments of ``loss_fn`` besides the parameters: a batch, which is a tuple of arguments. Or an
-            iterable of batches that can be iterated over repeatedly: every product goes through all of them, with the
-            graph of one at a time.
-        chunk: Working memory that several products at a time may take, in bytes or as ``"64MiB"``.
-        create_graph: Put products on the tape, to be differentiated with respect to the parameters and vectors.
-        reduction: For several batches, how their losses reduce their terms. ``"mean"``: over the first dimension of
-            the first tensor of a batch; ``"sum"``; or a function of the batch that returns how many terms its mean
-            has, such as tokens that are not padding. None takes what a loss says that :func:`ggn` knows in closed
-            form, and the mean of every other loss.
+        loss: A tensor with one element and a graph, or a function ``loss_fn(params, *batch)`` that returns one.
+        params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them. The coordinates of a
+            :class:`~metagrad.sparse.SparseTensor` are its stored values. If ``loss`` is a function, parameters need
+            not require grad.
+        data: The arguments of ``loss_fn`` after the parameters: one batch, which is a tuple of arguments. Or an
+            iterable of batches that can be iterated over repeatedly. Then every product goes through all batches,
+            with the graph of one batch at a time.
+        chunk: Working memory of products that are computed together, in bytes or as ``"64MiB"``.
+        create_graph: Make products differentiable with respect to the parameters and vectors.
+        reduction: How the loss of a batch reduces its terms, if there are several batches. ``"mean"`` is over the
+            first dimension of the first tensor of a batch. ``"sum"`` is a sum. A function of the batch returns the
+            number of terms in its mean, such as tokens that are not padding. None uses the loss's own reduction if
+            :func:`ggn` knows it in closed form, and ``"mean"`` for every other loss.
 
     Returns:
-        An operator, which is a context manager; of one batch it has the ``loss`` and its ``gradient``, flat.
+        An operator, which is a context manager. For one batch it has the ``loss`` and its flat ``gradient``.
 
     Raises:
-        ValueError: The loss is not a scalar, or does not depend on a parameter (it is named); a parameter has a
-            sparse gradient; a derivative is missing or known to be wrong in torch; two passes over the data differ;
-            or a product has nan or inf.
-        TypeError: ``params`` is no dict of floating point tensors, or ``data`` is an iterator.
+        ValueError: The loss is not a scalar, or does not depend on a parameter (the error names it). A parameter has
+            a sparse gradient. A derivative is missing, or torch is known to compute it incorrectly. Two passes over
+            the data differ. A product has NaN or Inf, or the products are not symmetric.
+        TypeError: ``params`` is not a dict of floating point tensors, or ``data`` is an iterator.
+
+    Note:
+        A hook or a custom ``autograd.Function`` that scales gradients also scales the products.
 
     Example:
         :math:`L = \tfrac12 x^\top A x`:
@@ -131,11 +135,11 @@ def hessian(
 
 
 class HessianOperator(GraphOperator):
-    """The Hessian of one loss, from the graph of its gradient; :func:`hessian` makes it."""
+    """The Hessian of one loss, from the graph of its gradient. Made by :func:`hessian`."""
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient at the parameters, flat; ``H.space.unflatten(H.gradient)`` names its parts."""
+        """The flat gradient at the parameters. ``H.space.unflatten(H.gradient)`` returns its parts by name."""
         if self.is_closed:
             return self._gradient
         with torch.set_grad_enabled(self._create_graph):
@@ -143,14 +147,14 @@ class HessianOperator(GraphOperator):
         return gradient if self._create_graph else gradient.detach()
 
     def mixed(self, vector: Tensor, others: Sequence[Tensor]) -> list[Tensor | None]:
-        r"""Differentiate :math:`\langle \nabla L, v \rangle` with respect to what else the loss was computed from.
+        r"""Differentiate :math:`\langle \nabla L, v \rangle` with respect to other tensors that the loss depends on.
 
         Args:
             vector: A flat vector ``[n]``, v.
             others: Tensors in the graph of the loss.
 
         Returns:
-            For each its derivative, on the tape with ``create_graph``; None where there is none.
+            The derivative for each tensor, differentiable with ``create_graph``. None if there is none.
 
         Example:
             >>> w, o = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Symmetric linear operators on the parameters of a model: what Hessian, Gauss-Newton and Fisher have in common."""
+"""Symmetric linear operators on the parameters of a model, the base of Hessian, Gauss-Newton and Fisher operators."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from metagrad.autograd.derivatives.recorded import BatchedVjp, JacobianGraph
 from metagrad.core import _torch
 from metagrad.core.checks import is_a, is_mapping
+from metagrad.core.tree import HALF
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.trace import trace as estimate_trace
 from metagrad.curvature.linear_map import Rows
@@ -32,14 +33,21 @@ O = TypeVar("O", bound="Operator")  # noqa: E741
 
 
 class Operator:
-    r"""A symmetric linear operator on named parameters, known by its products.
+    """A symmetric linear operator on named parameters, given by its matrix-vector products.
 
-    ``H @ v`` takes and returns a dict of the parameters (or of stacks of them, with one more dimension in front), a
-    flat vector ``[n]``, or columns ``[n, k]``. Operators add, ``A + B``; scale, ``2 * A``; are damped,
-    ``A.damped(delta)``; and have diagonal blocks by the names of parameters, ``H["head.weight"]``, or of what
-    contains them, ``H["head"]``. They are context managers: on leaving, their graphs are freed.
+    ``H @ v`` takes and returns a dict of the parameters, a flat vector ``[n]``, or columns ``[n, k]``. The entries of
+    a dict may be stacks, with one more dimension in front.
 
-    A subclass writes ``_products`` and, where it holds something, ``_free``.
+    ============================ =====================================================================
+    ``A + B``, ``2 * A``         sums and multiples
+    ``A.damped(delta)``          ``A + delta * I``
+    ``H["head.weight"]``         the diagonal block of a parameter
+    ``H["head"]``                the diagonal block of all parameters below a name
+    ============================ =====================================================================
+
+    An operator is a context manager. Leaving the ``with`` block frees its graph.
+
+    A subclass implements ``_products`` and, if it holds resources, ``_free``.
 
     Args:
         space: The parameters.
@@ -58,28 +66,28 @@ class Operator:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n, n), with n coordinates of all parameters together."""
+        """(n, n), where n is the number of coordinates of all parameters."""
         return self.space.size, self.space.size
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters, of vectors and of products."""
+        """The dtype of parameters, vectors and products."""
         return self.space.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters, vectors and products are."""
+        """The device of parameters, vectors and products."""
         return self.space.device
 
     # Products
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """Multiply each row of ``vectors``, ``[k, n]``, giving rows of the same shape.
+        """Multiply each row of ``vectors``, ``[k, n]``. The result has the same shape.
 
         Raises:
-            ValueError: The operator is closed, the shape or the dtype is another, a product is not finite, or a
-                parameter was written since the operator was made (it is named). Or the operator is not symmetric:
-                ``u @ (H @ v)`` and ``v @ (H @ u)`` are compared for the first two vectors.
+            ValueError: The operator is closed, a shape or dtype differs, a product is not finite, or a parameter was
+                written since the operator was made (the error names it). Also if the operator is not symmetric: ``u @
+                (H @ v)`` and ``v @ (H @ u)`` are compared for the first two vectors.
         """
         self._refuse_closed()
         if vectors.ndim != 2 or vectors.shape[1] != self.space.size or vectors.dtype != self.dtype:
@@ -100,7 +108,7 @@ class Operator:
         raise NotImplementedError
 
     def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
-        """Multiply rows of a diagonal block: as vectors that are zero elsewhere, where no shorter way is known."""
+        """Multiply rows of a diagonal block. The default pads them with zeros to rows of the whole operator."""
         places = self.space.places(block)
         whole = vectors.new_zeros(len(vectors), self.space.size).index_copy(1, places, vectors)
         return self.multiply(whole).index_select(1, places)
@@ -122,7 +130,7 @@ class Operator:
                 self.multiply(flat) if flat.ndim == 2 else self.multiply(flat[None])[0]
             )
         if isinstance(vectors, SparseTensor):
-            vectors = vectors.to_dense()  # as large as the result
+            vectors = vectors.to_dense()  # has the size of the result
         if not is_a(vectors, Tensor):
             raise TypeError(
                 "H @ v: v must be a dict of parameters, a vector [n] or a matrix [n, k], got "
@@ -136,27 +144,27 @@ class Operator:
         return self.multiply(vectors[None])[0] if vectors.ndim == 1 else self.multiply(vectors.t()).t()
 
     def to_dense(self) -> Tensor:
-        """Return the matrix ``[n, n]``, from n products: for few parameters."""
+        """Return the matrix ``[n, n]``. It costs n products, so use it for few parameters."""
         matrix = self.multiply(torch.eye(self.space.size, dtype=self.dtype, device=self.device)).t()
         if not _torch.functorch_is_active():
             self._refuse_asymmetric(matrix.detach(), matrix.detach().t(), matrix.detach().abs().max())
         return matrix
 
-    # Estimates and solutions: functions of a linear map, applied to this one
+    # Estimates and solutions: functions of a linear map, as methods
 
     to_scipy = to_scipy
     trace = estimate_trace
-    # H.space.unflatten names the entries of a diagonal and of eigenvectors, which are rows.
+    # A diagonal and eigenvectors are flat. H.space.unflatten returns them by name.
     diagonal = estimate_diagonal
     eigenvalues = compute_eigenvalues
     density = spectral_density
     log_determinant = estimate_log_determinant
 
     def solve(self, b: Tensor | Vectors, **options: object) -> Solution:
-        """Solve ``H x = b``: :func:`metagrad.curvature.solve`, with all of its options.
+        """Solve ``H x = b`` by :func:`metagrad.curvature.solve`, with all of its options.
 
-        ``b``, and with it ``x0`` and a diagonal ``preconditioner``, may be dicts of the parameters; the solution is
-        then one, too.
+        ``b``, ``x0`` and a diagonal ``preconditioner`` may be dicts of the parameters. If ``b`` is a dict, the
+        solution is a dict.
         """
         flat: dict[str, Any] = {
             key: self.space.flatten(value, call=f"H.solve({key})") if is_mapping(value) else value
@@ -190,7 +198,7 @@ class Operator:
         if not is_a(factor, int, float, Tensor):
             return NotImplemented
         if isinstance(factor, Tensor) and factor.numel() != 1:
-            raise ValueError(f"c * H: c must be one number, got a tensor of shape {tuple(factor.shape)}.")
+            raise ValueError(f"c * H: c must be a scalar, got a tensor of shape {tuple(factor.shape)}.")
         return Scaled(self, factor.reshape(()) if isinstance(factor, Tensor) else factor)
 
     def __rmul__(self, factor: float | Tensor) -> Operator:
@@ -204,16 +212,17 @@ class Operator:
         return Identity(self.space)
 
     def damped(self, delta: float | Tensor) -> Operator:
-        """Return ``H + delta I``; ``delta`` may be a tensor with one element that requires grad."""
+        """Return ``H + delta I``. ``delta`` may be a tensor with one element that requires grad."""
         return self + self.identity() * delta
 
     def preconditioned(self, root: Rows | Tensor | Vectors) -> Operator:
         r"""Return :math:`R H R`, with the eigenvalues of :math:`P^{-1} H` for a preconditioner :math:`P = R^{-2}`.
 
-        Its trace is :math:`\mathrm{tr}\, P^{-1} H`, too; an eigenvector u is :math:`R u` of :math:`P^{-1} H`.
+        Its trace is :math:`\mathrm{tr}\, P^{-1} H`. If u is an eigenvector of it, :math:`R u` is one of :math:`P^{-1}
+        H`.
 
         Args:
-            root: R, symmetric: a map of rows ``[k, n]``, or a diagonal, a vector ``[n]`` or a dict of parameters.
+            root: R, symmetric. A map of rows ``[k, n]``, or a diagonal as a vector ``[n]`` or a dict of parameters.
 
         Raises:
             ValueError: A diagonal has another shape or dtype, or a map is not symmetric.
@@ -228,16 +237,16 @@ class Operator:
         return Preconditioned(self, root)
 
     def __getitem__(self, name: str) -> Operator:
-        """Return the diagonal block of one parameter, or of all below a name: ``H["head"]``."""
+        """Return the diagonal block of one parameter, or of all parameters below a name: ``H["head"]``."""
         return DiagonalBlock(self, self.space.block(name))
 
     # Lifetime
 
     def close(self) -> None:
-        """Free what the operator holds; products raise from now on. Sums, scalings and blocks close their parts."""
+        """Free what the operator holds. Later products raise. Sums, multiples and blocks also close their parts."""
         if not self.is_closed:
             self._free()
-            self.is_closed = True
+            self._pairs, self.is_closed = None, True
 
     def _free(self) -> None:
         """Free what this kind of operator holds."""
@@ -272,17 +281,23 @@ class Operator:
         )
 
     def _compare(self, vectors: Tensor, products: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Compare u^T A v with v^T A u for the first two vectors, which costs no product."""
+        """Compare u^T A v with v^T A u for the first two vectors. This costs no product."""
         pairs += zip(vectors[:2].clone(), products[:2].clone(), strict=True)
         if len(pairs) > 1:
             self._pairs = None
             (u, image_u), (v, image_v), *_ = pairs
-            scale = norm(u) * norm(image_v) + norm(v) * norm(image_u)
-            self._refuse_asymmetric(dot(u, image_v), dot(v, image_u), scale)
+            forms, transposed = dot(u, image_v), dot(v, image_u)
+            scale = (norm(u) * norm(image_v) + norm(v) * norm(image_u)) / self.space.size**0.5
+            self._refuse_asymmetric(forms, transposed, scale)
 
     def _refuse_asymmetric(self, forms: Tensor, transposed: Tensor, scale: Tensor) -> None:
+        """Raise ``ValueError`` if forms differ by more than rounding. In float32, rounding may come from autocast."""
+        if self.dtype == torch.float64:
+            bound = 10 * torch.finfo(self.dtype).eps ** 0.5 * scale
+        else:
+            bound = torch.maximum(0.05 * scale, 0.1 * torch.maximum(forms.abs(), transposed.abs()))
         difference = (forms - transposed).abs()
-        if bool((difference > torch.finfo(self.dtype).eps ** 0.5 * scale).any()):
+        if self.dtype not in HALF and bool((difference > bound).any()):
             raise ValueError(
                 f"H @ v: H is not symmetric: u^T H v and v^T H u differ by {float(difference.max()):.3g}. A hook or "
                 "an autograd.Function in the graph changes gradients: it clips, detaches or draws numbers. Remove it "
@@ -313,7 +328,7 @@ class Sum(Operator):
 
 
 class Wrapped(Operator):
-    """An operator made from another one, which it closes."""
+    """An operator made from another operator, which it closes."""
 
     def __init__(self, operator: Operator, space: ParameterSpace | None = None) -> None:
         super().__init__(operator.space if space is None else space)
@@ -324,7 +339,7 @@ class Wrapped(Operator):
 
 
 class Scaled(Wrapped):
-    """An operator times a number, which may require grad."""
+    """An operator times a scalar, which may require grad."""
 
     def __init__(self, operator: Operator, factor: float | Tensor) -> None:
         super().__init__(operator)
@@ -335,7 +350,7 @@ class Scaled(Wrapped):
 
 
 class Preconditioned(Wrapped):
-    """An operator between two copies of a symmetric map."""
+    """An operator between two copies of a symmetric map, R H R."""
 
     def __init__(self, operator: Operator, root: Rows | Tensor | Vectors) -> None:
         super().__init__(operator)
@@ -344,8 +359,8 @@ class Preconditioned(Wrapped):
     def _checked(self, root: Rows | Tensor | Vectors) -> Rows:
         call, n = "H.preconditioned(root)", self.space.size
         if callable(root):
-            remedy = "Take the symmetric root of the inverse, by torch.linalg.eigh for a matrix."
-            check_symmetric(call, "root", self, root, remedy=remedy)
+            fix = "Take the symmetric root of the inverse, by torch.linalg.eigh for a matrix."
+            check_symmetric(call, "root", self, root, fix=fix)
             return root
         diagonal = self.space.flatten(root, call=call) if isinstance(root, Mapping) else root
         if not is_a(diagonal, Tensor) or diagonal.shape != (n,) or diagonal.dtype != self.dtype:
@@ -389,20 +404,20 @@ class DiagonalBlock(Wrapped):
 
 
 class GraphOperator(Operator):
-    """The operator of one batch: products from a graph that is kept.
+    """The operator of one batch, whose products come from a stored graph.
 
-    A subclass writes ``_multiplier``.
+    A subclass implements ``_multiplier``.
 
     Args:
         space: The parameters.
         loss: The loss of the batch.
         recorded: The outputs with their graph.
-        chunk: Working memory that several products at a time may take, in bytes.
-        create_graph: Put the loss, the gradient and the products on the tape.
+        chunk: Working memory of products that are computed together, in bytes.
+        create_graph: Make the loss, the gradient and the products differentiable.
 
     Attributes:
         loss: The loss at the parameters.
-        count: What the mean of the batch divides by; None if the loss is a sum.
+        count: Divisor of the mean of the batch. None if the loss is a sum.
     """
 
     def __init__(
@@ -418,23 +433,23 @@ class GraphOperator(Operator):
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient of the loss, flat; ``H.space.unflatten(H.gradient)`` names its parts."""
+        """The flat gradient of the loss. ``H.space.unflatten(H.gradient)`` returns its parts by name."""
         raise NotImplementedError
 
     @property
     def num_together(self) -> int:
-        """How many products are computed together."""
+        """Number of products that are computed together."""
         return self._batched.most(self._chunk, self.device)
 
     def _multiplier(self, places: Sequence[int] | None) -> Callable[[list[Tensor], bool], list[Tensor]]:
-        """Return what multiplies coordinates, or stacks of them; ``places`` are the parameters of a block."""
+        """Return the map of coordinates, or of stacks of them. ``places`` are the indices of a block's parameters."""
         raise NotImplementedError
 
     def _products(self, vectors: Tensor) -> Tensor:
         return self.block_products(self.space, vectors)
 
     def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
-        """Multiply rows of a diagonal block: the backward passes go no further than that."""
+        """Multiply rows of a diagonal block. Backward passes end at the parameters of the block."""
         self._refuse_closed()
         self._recorded.refuse_moved()
         places = None if block is self.space else [self.space.names.index(name) for name in block.names]
@@ -446,7 +461,7 @@ class GraphOperator(Operator):
         if len(vectors) == 1:
             return block.join(multiply(block.split(vectors[0]), False)).unsqueeze(0)
         if self._recorded.on_tape:
-            # Derivatives of what vmap has batched are not always right (torch 2.13: layer_norm, batch_norm).
+            # Derivatives of batched products are not always correct (torch 2.13: layer_norm, batch_norm).
             return torch.stack([product(row, False) for row in vectors])
         return self._batched.rows(product, vectors, self._chunk)
 

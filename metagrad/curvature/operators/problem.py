@@ -1,4 +1,4 @@
-"""A model and a loss on a batch: the outputs in which the loss is curved, and the parameters that they depend on."""
+"""A model and a loss on a batch: the outputs that the loss is a function of, and the parameters they depend on."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from metagrad.curvature.likelihoods.recognition import evaluate, is_affine_in
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, values_of, with_values
 
 Model: TypeAlias = "nn.Module | Callable[[Parameters, Tree], Tree]"
-"""A module, called as ``model(x)`` with the parameters in place, or a function, called as ``model(params, x)``."""
+"""A module, called as ``model(x)`` with substituted parameters, or a function, called as ``model(params, x)``."""
 
 
 class ModelProblem:
-    """What is differentiated, without its data.
+    """A model, a loss and parameters, without data.
 
     Args:
-        call: How errors name the caller.
+        call: Name of the caller in errors.
         model: The model.
         loss_fn: The loss.
         params: The parameters by name.
         create_graph: Whether products will be differentiated.
-        any_split: Accept a known loss of any function of what the model returns, not only of linear ones: for the
-            Fisher matrix, which does not depend on the split.
+        any_split: Accept a known loss of any function of the output, not only of affine functions. For the Fisher
+            matrix, which does not depend on the split.
     """
 
     def __init__(
@@ -64,15 +64,22 @@ class ModelProblem:
             unknown = sorted(set(params) - set(_own(model)))
             if unknown:
                 raise ValueError(
-                    f"{call}: the model has no parameters named {', '.join(map(repr, unknown))}."
+                    f"{call}: the model has no parameters named {', '.join(map(repr, unknown))}. Take names from "
+                    "dict(model.named_parameters())."
                 )
+            for name, param in _own(model).items():
+                if name in params and values_of(params[name]).shape != param.shape:
+                    raise ValueError(
+                        f"{call}: {name!r} must have the shape {tuple(param.shape)} of the model's parameter, got "
+                        f"{tuple(values_of(params[name]).shape)}."
+                    )
 
     def evaluate(self, batch: Tree) -> ModelEvaluation:
         """Run model and loss on a batch ``(x, y)``.
 
         Raises:
-            ValueError: The batch is no pair; the loss has several elements, or does not depend on a parameter, which
-                is named, or not by way of the model's output.
+            ValueError: The batch is not a pair. The loss has several elements, or does not depend on a parameter (the
+                error names it) through the model's output.
         """
         x, y = self._pair(batch)
         with torch.enable_grad():
@@ -100,9 +107,9 @@ class ModelProblem:
         return batch[0], batch[1]
 
     def _leaves(self) -> dict[str, Tensor]:
-        """Return what is differentiated with respect to.
+        """Return the tensors to differentiate with respect to.
 
-        Parameters of the module itself stay, so that the module is called as it is.
+        Parameters of the module itself are used as they are, so the module is called unchanged.
         """
         own = _own(self.model) if isinstance(self.model, nn.Module) else {}
         found = {}
@@ -117,7 +124,7 @@ class ModelProblem:
         return found
 
     def _call_model(self, leaves: Mapping[str, Tensor], x: Tree) -> Tree:
-        """Run the model with tensors in the places of its parameters, and leave its buffers as they are."""
+        """Run the model with substituted parameters. Its buffers do not change."""
         training = (module for module in self._modules if module.training)
         with own_buffers(training):
             if not isinstance(self.model, nn.Module):
@@ -128,7 +135,7 @@ class ModelProblem:
                 return self.model(x)
 
     def _checked(self, leaves: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
-        """Return the leaves by what errors call them."""
+        """Return the leaves by their names in errors."""
         check_loss(self.call, loss)
         named = checked_leaves(self.call, leaves)
         seen = set(graph_nodes([loss]))
@@ -139,8 +146,8 @@ class ModelProblem:
         found = [leaf for leaf in tree_leaves(output) if _is_on_tape(leaf)]
         if not found:
             raise ValueError(
-                f"{self.call}: what the model returns, {type(output).__name__}, has no tensor that depends on "
-                "params. The loss must depend on them by way of the model's output."
+                f"{self.call}: the output of the model, {type(output).__name__}, has no tensor that depends on "
+                "params. The loss must depend on them through the model's output."
             )
         return found
 
@@ -152,10 +159,10 @@ class ModelEvaluation:
     Attributes:
         problem: The problem.
         batch: ``(x, y)``.
-        loss: On its tape.
-        output: What the model returned.
+        loss: The loss, with its graph.
+        output: The output of the model.
         outputs: The tensors whose Jacobian is taken: the argument of the known loss, or the tensors in ``output``.
-        known: The loss as a function of the one output, if it is recognised.
+        known: The loss as a function of the single output, if it is recognized.
         recorded: The outputs with their graph.
     """
 
@@ -168,7 +175,7 @@ class ModelEvaluation:
     recorded: JacobianGraph
 
     def output_of(self, outputs: Sequence[Tensor]) -> Tree:
-        """Put other tensors into the places of those that depend on the parameters in what the model returned."""
+        """Return the output with other tensors in place of those that depend on the parameters."""
         leaves, spec = tree_flatten(self.output)
         rest = iter(outputs)
         return tree_unflatten([next(rest) if _is_on_tape(leaf) else leaf for leaf in leaves], spec)

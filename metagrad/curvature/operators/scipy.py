@@ -1,4 +1,4 @@
-"""Operators as SciPy takes them, which has no types of its own."""
+"""Operators as SciPy takes them. SciPy has no type annotations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NUMPY = {torch.float16: "float16", torch.float32: "float32", torch.float64: "fl
 
 
 def to_scipy(operator: LinearMap) -> LinearOperator:
-    """Return a ``scipy.sparse.linalg.LinearOperator`` that multiplies NumPy arrays on the CPU; without graph.
+    """Return a ``scipy.sparse.linalg.LinearOperator`` that multiplies NumPy arrays on the CPU, without a graph.
 
-    The operator must stay open for as long as that is used.
+    The operator must stay open while the result is in use.
 
     Raises:
-        ValueError: NumPy does not have the dtype, as bfloat16.
+        ValueError: NumPy lacks the dtype, such as bfloat16.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The space that curvature acts on: parameters by name, and their coordinates as one flat vector."""
+"""The space of the parameters: parameters by name, and their coordinates as one flat vector."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from metagrad.core.checks import is_a, is_mapping
 from metagrad.core.modules import refuse_sharded
@@ -22,7 +23,7 @@ Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 """Parameters by name."""
 
 Vectors: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
-"""A vector by the names of the parameters, or several: then every tensor has one more dimension in front."""
+"""A vector by the names of the parameters. For several vectors, every tensor has one more dimension in front."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +31,9 @@ class Coordinates:
     """The coordinates of one parameter.
 
     Attributes:
-        name: Of the parameter.
-        shape: Of the tensor of its coordinates: the parameter's own, or that of a SparseTensor's values.
-        pattern: Of a SparseTensor.
+        name: Name of the parameter.
+        shape: Shape of the coordinates: the parameter's own, or the shape of a SparseTensor's values.
+        pattern: Pattern of a SparseTensor. None for a dense parameter.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Coordinates:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of coordinates."""
         return math.prod(self.shape)
 
     def read(self, value: Tensor | SparseTensor, what: str) -> Tensor:
@@ -50,12 +51,12 @@ class Coordinates:
             return _values_on(self.pattern, value, what)
         if not isinstance(value, Tensor) or isinstance(value, RowSparse):
             raise TypeError(
-                f"{what} must be a strided tensor, as its parameter is, got {type(value).__name__}."
+                f"{what} must be a dense tensor, as its parameter is, got {type(value).__name__}."
             )
         return value
 
     def wrap(self, values: Tensor) -> Tensor | SparseTensor:
-        """Give coordinates, or a stack of them, the form of the parameter."""
+        """Return coordinates, or a stack of them, in the form of the parameter."""
         return values if self.pattern is None else like(SparseTensor, self.pattern, values)
 
 
@@ -70,18 +71,18 @@ def _values_on(pattern: Pattern, value: Tensor | SparseTensor, what: str) -> Ten
 
 
 class ParameterSpace:
-    """Named parameters, and the flat vectors that stand for them.
+    """Named parameters, and flat vectors of their coordinates.
 
-    A flat vector holds the coordinates of the parameters one after the other, in the order of the dict. The
-    coordinates of a :class:`~metagrad.sparse.SparseTensor` are its stored values.
+    A flat vector holds the coordinates of all parameters, in the order of the dict. The coordinates of a
+    :class:`~metagrad.sparse.SparseTensor` are its stored values.
 
     Args:
         params: Parameters by name.
-        call: How errors name the caller.
+        call: Name of the caller in errors.
 
     Raises:
         ValueError: There are no parameters, or they have several dtypes or devices.
-        TypeError: ``params`` is no mapping, or a parameter is not real floating point.
+        TypeError: ``params`` is not a mapping, or a parameter is not real floating point.
 
     Example:
         >>> space = metagrad.curvature.ParameterSpace({"w": torch.zeros(2, 2), "b": torch.zeros(2)})
@@ -104,25 +105,25 @@ class ParameterSpace:
         self.entries: list[Coordinates] = entries
         self._sizes = [entry.size for entry in entries]
         ends = list(accumulate(self._sizes))
-        self.size: int = ends[-1]  # the number n of coordinates
+        self.size: int = ends[-1]  # number of coordinates
         self.slices: dict[str, slice] = {
             entry.name: slice(end - entry.size, end) for entry, end in zip(entries, ends, strict=True)
         }
 
     @property
     def names(self) -> list[str]:
-        """The names of the parameters."""
+        """Names of the parameters."""
         return [entry.name for entry in self.entries]
 
     def flatten(self, vectors: Vectors, *, call: str = "flatten(vectors)") -> Tensor:
-        """Return a dict as a flat vector ``[n]``, or a dict of stacks as rows ``[k, n]``; differentiable.
+        """Return a dict as a flat vector ``[n]``, or a dict of stacks as rows ``[k, n]``. Differentiable.
 
         Args:
             vectors: One entry for each parameter, in its form: a tensor, or a SparseTensor on the same pattern.
-            call: How errors name the caller.
+            call: Name of the caller in errors.
 
         Raises:
-            ValueError: Names, shapes or dtypes are not those of the parameters.
+            ValueError: Names, shapes or dtypes differ from the parameters.
             TypeError: An entry has another form than its parameter.
         """
         if not is_mapping(vectors) or set(vectors) != set(self.names):
@@ -143,14 +144,22 @@ class ParameterSpace:
         return self.join(parts)
 
     def unflatten(self, vectors: Tensor) -> dict[str, Tensor | SparseTensor]:
-        """Return a flat vector ``[n]``, or rows ``[k, n]``, by name, in the form of the parameters."""
+        """Return a flat vector ``[n]``, or rows ``[k, n]``, by name in the form of the parameters.
+
+        Raises:
+            ValueError: The last dimension is not n.
+        """
+        if vectors.shape[-1:] != (self.size,):
+            raise ValueError(
+                f"unflatten(vectors): expected [{self.size}] or rows [k, {self.size}], got {list(vectors.shape)}."
+            )
         return {
             entry.name: entry.wrap(part)
             for entry, part in zip(self.entries, self.split(vectors), strict=True)
         }
 
     def split(self, vectors: Tensor) -> list[Tensor]:
-        """Cut ``[n]`` or ``[k, n]`` into views ``[*shape]`` or ``[k, *shape]``, the coordinates of each parameter."""
+        """Split ``[n]`` or ``[k, n]`` into views ``[*shape]`` or ``[k, *shape]``, one for each parameter."""
         leading = vectors.shape[:-1]
         parts = vectors.split_with_sizes(self._sizes, -1)
         return [
@@ -164,7 +173,7 @@ class ParameterSpace:
         return torch.cat(flat, -1)
 
     def block(self, prefix: str) -> ParameterSpace:
-        """Return the part of one parameter, ``"head.weight"``, or of all below a name, ``"head"``.
+        """Return the subspace of one parameter, ``"head.weight"``, or of all parameters below a name, ``"head"``.
 
         Raises:
             ValueError: No parameter has that name.
@@ -183,7 +192,7 @@ class ParameterSpace:
         return made
 
     def places(self, block: ParameterSpace) -> Tensor:
-        """Return where the coordinates of a block are, int64."""
+        """Return the indices of a block's coordinates, int64."""
         slices = [self.slices[name] for name in block.names]
         return torch.cat([torch.arange(place.start, place.stop, device=self.device) for place in slices])
 
@@ -223,7 +232,7 @@ def with_values(params: Parameters, values: Mapping[str, Tensor]) -> dict[str, T
 
 
 def check_params(call: str, params: Parameters) -> None:
-    """Raise unless parameters are a dict of real floating-point tensors, of one dtype on one device."""
+    """Raise unless ``params`` is a dict of real floating point tensors with one dtype and one device."""
     if not is_mapping(params):
         raise TypeError(
             f"{call}: expected a dict of parameters by name, such as dict(model.named_parameters()), got "
@@ -235,7 +244,7 @@ def check_params(call: str, params: Parameters) -> None:
     for name, p in _values(call, params):
         if not p.dtype.is_floating_point or p.layout != torch.strided:
             raise TypeError(
-                f"{call}: {name!r} must be strided and real floating point, got {p.layout} of {p.dtype}."
+                f"{call}: {name!r} must be dense and real floating point, got {p.layout} of {p.dtype}."
             )
     for what in ("dtype", "device"):
         kinds = {str(getattr(p, what)): name for name, p in _values(call, params)}
@@ -250,4 +259,6 @@ def _values(call: str, params: Parameters) -> Iterator[tuple[str, Tensor]]:
     for name, p in params.items():
         if not is_a(p, Tensor, SparseTensor):
             raise TypeError(f"{call}: {name!r} must be a tensor or a SparseTensor, got {type(p).__name__}.")
+        if is_lazy(p):
+            raise ValueError(f"{call}: {name!r} is a lazy parameter. Call the model once to initialize it.")
         yield name, values_of(p)

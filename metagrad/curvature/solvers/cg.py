@@ -31,35 +31,36 @@ from metagrad.curvature.solvers.solution import Result
 
 
 class CGState(NamedTuple):
-    """The state of conjugate gradients; every row is a right-hand side."""
+    """The state of conjugate gradients. Every row is a right-hand side."""
 
     x: Tensor  # iterates, [k, n]
     r: Tensor  # residuals b - A x, [k, n]
     p: Tensor  # search directions, [k, n]
-    p_image: Tensor  # M p, of the matrix M whose inverse preconditions, [k, n]
+    p_image: Tensor  # M p, where the inverse of M preconditions, [k, n]
     rz: Tensor  # r^T M^-1 r, [k]
-    scale: Tensor  # the largest |A p| / |p| so far, in the norms of M, [k]
+    scale: Tensor  # largest |A p| / |p| so far, in the norms of M, [k]
     steps: Tensor  # int64 [k]
     status: Tensor  # int64 [k]
-    direction: Tensor  # of negative curvature, [k, n]
-    models: tuple[Tensor, ...]  # values x^T A x / 2 - b^T x of the model at all iterates so far, [k] each
-    products: int  # with all rows together
+    direction: Tensor  # direction of negative curvature, [k, n]
+    models: tuple[Tensor, ...]  # model x^T A x / 2 - b^T x at all iterates so far, [k] each
+    products: int  # products of all rows together
 
 
 @dataclass(frozen=True)
 class ConjugateGradients:
-    r"""The iteration, on the tape if products are; every row may have a matrix of its own.
+    r"""The iteration, differentiable if products are. Every row may have its own matrix.
 
-    Norms :math:`|x|^2 = x^T M x` are those of the preconditioner, which multiplies with the inverse of M.
+    Norms :math:`|x|^2 = x^T M x` are norms of the preconditioner, which multiplies with the inverse of M.
 
     Args:
-        products: Multiplies rows; those that have ended are False in its second argument, and may give anything.
-        tolerance: Norms of residuals at which rows have converged, [k].
+        products: Multiplies rows. Rows that have ended are False in its second argument, and their products are
+            ignored.
+        tolerance: Norms of converged residuals, [k].
         precondition: A map of rows.
-        progress: As of :class:`CG`.
-        follows_negative: Where the curvature :math:`\kappa = p^T A p / p^T M p` is not above rounding errors, take
-            one last step along p by its absolute value (Dauphin et al., NeurIPS 2014); or by that of M where there
-            is none but rounding, as gradient descent does. Else the iterate before is what a row ends with.
+        progress: As in :class:`CG`.
+        follows_negative: If the curvature :math:`\kappa = p^T A p / p^T M p` is not above rounding errors, take one
+            last step along p by its absolute value (Dauphin et al., NeurIPS 2014). If the curvature is only rounding,
+            the step is scaled by M, as in gradient descent. If False, a row ends with the iterate before.
     """
 
     products: Callable[[Tensor, Tensor], Tensor]
@@ -69,7 +70,7 @@ class ConjugateGradients:
     follows_negative: bool = False
 
     def run(self, b: Tensor, x: Tensor, r: Tensor, max_steps: int, is_sound: Tensor) -> CGState:
-        """Iterate from x with the residual r, in the rows where ``is_sound``; the others are not finite."""
+        """Iterate from x with the residual r. Rows in which ``is_sound`` is False are not finite."""
         state = self._initial_state(b, x, r, is_sound)
         for _ in range(max_steps):
             if not bool((state.status == RUNNING).any()):
@@ -88,7 +89,7 @@ class ConjugateGradients:
             scale=torch.zeros_like(rz.detach()),
             steps=torch.zeros_like(status),
             status=status,
-            direction=b.new_zeros(()).expand_as(b),  # of no memory until there is one
+            direction=b.new_zeros(()).expand_as(b),  # takes no memory until there is one
             models=self._models((), x, b, r),
             products=0,
         )
@@ -104,7 +105,7 @@ class ConjugateGradients:
         status = fill(status, is_negative, Result.NEGATIVE_CURVATURE)
         alpha = divide(state.rz, curvature, where=moves if self.follows_negative else moves & ~is_negative)
         x, r = state.x + alpha[:, None] * state.p, state.r - alpha[:, None] * q
-        del q  # off the tape, its memory is that of the next direction
+        del q  # without a graph, the next direction reuses its memory
         status = fill(status, length(r) <= self.tolerance, Result.CONVERGED)
         models = self._models(state.models, x, b, r)
         if self.progress is not None:
@@ -139,7 +140,7 @@ class ConjugateGradients:
         return z, rz, fill(status, rz <= 0, Result.BREAKDOWN)
 
     def _curvature(self, state: CGState, q: Tensor, pq: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
-        """Return the divisor of r^T z, the bound below which p^T A p is rounding, and the scale so far."""
+        """Return the divisor of r^T z, the bound for rounding in p^T A p, and the scale so far."""
         if not self.follows_negative:
             return pq, 0.0, state.scale
         pp = dot(state.p, state.p_image)
@@ -155,7 +156,7 @@ class ConjugateGradients:
 
 
 def _makes_no_progress(models: tuple[Tensor, ...], progress: float) -> Tensor | bool:
-    """Martens' rule, at step i = len(models) - 1."""
+    """Apply Martens' rule, at step i = len(models) - 1."""
     step = len(models) - 1
     lag = max(10, math.ceil(step / 10))
     if step <= lag:
@@ -175,14 +176,14 @@ class CG(Solver):
     .. math:: \alpha_i = \frac{r_i^T M r_i}{p_i^T A p_i}, \quad x_{i+1} = x_i + \alpha_i p_i, \quad
         r_{i+1} = r_i - \alpha_i A p_i, \quad p_{i+1} = M r_{i+1} + \frac{r_{i+1}^T M r_{i+1}}{r_i^T M r_i} p_i
 
-    A row ends when its residual is within the tolerance; when :math:`p^T A p \le 0`, with the iterate so far and the
-    direction :math:`p`; or by one of the rules below. In exact arithmetic it converges after as many steps as
-    the preconditioned operator has distinct eigenvalues.
+    A row ends when its residual is within the tolerance, or by the rule below. It also ends if :math:`p^T A p \le 0`,
+    with the iterate so far and the direction :math:`p`. In exact arithmetic, the number of steps is at most the
+    number of distinct eigenvalues of the preconditioned operator.
 
     Args:
-        progress: The :math:`\epsilon` of Martens' rule: stop at step i when the model
-            :math:`\phi(x) = x^T A x / 2 - b^T x` fell by less than :math:`k \epsilon |\phi(x_i)|` in the last
-            :math:`k = \max(10, i / 10)` steps; Martens takes 5e-4. None is never.
+        progress: The :math:`\epsilon` of Martens' rule. Stop at step i if the model :math:`\phi(x) = x^T A x / 2 -
+            b^T x` fell by less than :math:`k \epsilon |\phi(x_i)|` in the last :math:`k = \max(10, i / 10)` steps.
+            Martens uses 5e-4. None disables the rule.
 
     Raises:
         ValueError: ``progress`` is not above 0.
@@ -201,8 +202,7 @@ class CG(Solver):
         (tensor([1.5000, 2.0000]), 'CONVERGED')
 
     References:
-        Hestenes, Stiefel, "Methods of conjugate gradients for solving linear systems", J. Res. NBS 49, 1952;
-        Martens,
+        Hestenes, Stiefel, "Methods of conjugate gradients for solving linear systems", J. Res. NBS 49, 1952; Martens,
         "Deep learning via Hessian-free optimization", ICML 2010, section 4.4.
     """
 

@@ -1,4 +1,4 @@
-"""Solving with the matrix itself, computed column by column: for few parameters."""
+"""Solutions with the matrix itself, computed column by column, for few parameters."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from metagrad.curvature.solvers.solution import Result
 
 @dataclass(frozen=True)
 class Dense(Solver):
-    """The Cholesky factor of the matrix: n products, for positive definite operators of few coordinates.
+    """The Cholesky factor of the matrix: n products, for positive definite operators with few coordinates.
 
-    A matrix that is not positive definite ends its row as ``Result.NEGATIVE_CURVATURE``, without a direction.
+    If the matrix is not positive definite, the row ends as ``Result.NEGATIVE_CURVATURE``, without a direction.
 
     Raises:
-        ValueError: In a solve, a preconditioner is given.
-        TypeError: The operator is of half precision, which torch does not factorise.
+        ValueError: In a solve: a preconditioner is given.
+        TypeError: The operator has half precision, in which torch cannot factorize.
 
     Example:
         >>> from types import SimpleNamespace
@@ -70,7 +70,7 @@ class Dense(Solver):
 
 
 def matrices_of(products: Rows, b: Tensor) -> Tensor:
-    """Compute the matrix of a map, ``[1, n, n]``, or those of the rows of ``b``, ``[k, n, n]``."""
+    """Compute the matrix of a map, ``[1, n, n]``, or the matrices of the rows of ``b``, ``[k, n, n]``."""
     identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
     if not isinstance(products, OwnMatrices):
         return products(identity)[None]

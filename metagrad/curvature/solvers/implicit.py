@@ -1,15 +1,15 @@
 r"""Derivatives of a solution by the implicit function theorem, up to a given order.
 
-The solution of :math:`A(\theta) x = b` has :math:`dx = A^{-1} (db - dA \, x)`. For the tape it is written as Newton
-steps from the known solution, a constant,
+The solution of :math:`A(\theta) x = b` has :math:`dx = A^{-1} (db - dA \, x)`. In the autograd graph it is written as
+Newton steps from the known solution, a constant,
 
 .. math:: y_0 = x, \qquad y_j = y_{j-1} + A^{-1} \left( b - A(\theta) \, y_{j-1} \right),
 
-whose values are all x. One derivative is taken through the last step alone: a cotangent g gives
-:math:`u = A^{-1} g` to b, and :math:`-u^T dA \, x` to all that the operator's products depend on, as the graph of
-the product :math:`A(\theta) y_{j-1}` gives it. That gradient depends on :math:`\theta` through u, which is a solution
-like this one, and through :math:`y_{j-1}`, whose derivative the step before gives. So as many steps as derivatives
-are needed, each with the graph of one product, and each first derivative costs one solve.
+whose values are all x. A first derivative goes only through the last step. A cotangent g gives :math:`u = A^{-1} g`
+to b, and :math:`-u^T dA \, x` to all tensors that the operator's products depend on, through the graph of the product
+:math:`A(\theta) y_{j-1}`. That gradient depends on :math:`\theta` through u, which is a solution like this one, and
+through :math:`y_{j-1}`, whose derivative the step before gives. So each order of differentiation needs one step with
+the graph of one product. Each first derivative costs one solve.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from metagrad.curvature.linear_map import Rows
 class Inverse(NamedTuple):
     """The inverse of a symmetric map of rows."""
 
-    products: Rows  # of the map, on the tape
-    solve: Callable[[Tensor], Tensor]  # rows [k, n], off the tape
-    order: int  # of the derivatives that were asked for
+    products: Rows  # products of the map, with their graph
+    solve: Callable[[Tensor], Tensor]  # solves rows [k, n], without a graph
+    order: int  # requested order of differentiation
 
 
 def attach(inverse: Inverse, b: Tensor, x: Tensor, product: Tensor, order: int) -> Tensor:
-    """Give a solution its derivatives up to ``order``, in b and in all that products depend on.
+    """Give a solution its derivatives up to ``order``, with respect to b and all tensors that products depend on.
 
     Args:
         inverse: The inverse of the map.
         b: The right-hand sides, [k, n].
         x: The solutions, constants, [k, n].
-        product: Of the map with ``x``, on the tape, [k, n].
-        order: The highest derivative, 1 or more.
+        product: Product of the map with ``x``, with its graph, [k, n].
+        order: Highest order of differentiation, 1 or more.
     """
     if not _varies(product):
         return _Step.apply(x, None, b, inverse, None)
@@ -53,7 +53,7 @@ def attach(inverse: Inverse, b: Tensor, x: Tensor, product: Tensor, order: int) 
 
 
 def refuse_derivatives(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
-    """Return ``x`` such that a derivative of it raises, where there would be one."""
+    """Return ``x``. Any derivative of it raises."""
     return _Refusal.apply(x, sentence, *depends_on)
 
 
@@ -67,7 +67,7 @@ def is_batched(x: Tensor) -> bool:
 
 
 def _varies(x: Tensor) -> bool:
-    """Return whether a tensor may have a derivative; inside a transform, outer levels cannot be seen."""
+    """Return whether a tensor may have a derivative. Inside a transform, outer levels cannot be seen."""
     is_transformed = _torch.functorch_is_active() or _torch.forward_level() >= 0
     return x.requires_grad or is_transformed
 
@@ -83,7 +83,7 @@ def _adjoint(inverse: Inverse, g: Tensor) -> Tensor:
 
 
 class _Constant(Function):
-    """The solution for a right-hand side, without derivatives; vmap makes more right-hand sides of it."""
+    """The solution for a right-hand side, without derivatives. Under vmap, it has more right-hand sides."""
 
     @staticmethod
     def forward(g: Tensor, inverse: Inverse) -> Tensor:
@@ -104,7 +104,7 @@ class _Constant(Function):
 
 
 class _Step(Function):
-    """``before + A^-1 residual``, with a residual that is zero in value."""
+    """``before + A^-1 residual``, for a residual whose value is zero."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _Step(Function):
     def setup_context(ctx, inputs, output):
         _, switch, residual, ctx.inverse, ctx.level = inputs
         ctx.set_materialize_grads(False)
-        # The anchor: what is differentiated again leads through it to all that the residual depends on.
+        # A later derivative goes through the anchor to all tensors that the residual depends on.
         anchor = residual if switch is None else switch
         ctx.save_for_backward(anchor)
 
@@ -141,7 +141,7 @@ class _Step(Function):
 
 
 def _differentiable(inverse: Inverse, level: int | None, g: Tensor, u: Tensor, anchor: Tensor) -> Tensor:
-    """Put ``u``, the solution for ``g``, on the tape."""
+    """Make ``u``, the solution for ``g``, differentiable."""
     if level is None:
         return _Step.apply(u, None, g, inverse, None)
     if level == 1:
@@ -154,11 +154,11 @@ def _differentiable(inverse: Inverse, level: int | None, g: Tensor, u: Tensor, a
 
 
 class _Gate(Function):
-    """Passes cotangents to the step before only while a gradient is being differentiated.
+    """Passes cotangents to the step before only if a gradient is being differentiated.
 
-    Its second output is the switch. In a first backward pass that has no cotangent, and the cotangent of the first
-    output is A u = g, which the step itself has accounted for. Where :class:`_Switch` has run in the same backward
-    pass, a gradient is being differentiated, and the cotangent is passed on to ``before``.
+    Its second output is the switch. In a first backward pass, the switch has no cotangent. The cotangent of the first
+    output is then A u = g, which the step has already used. If :class:`_Switch` has run in the same backward pass, a
+    gradient is being differentiated, and the cotangent is passed to ``before``.
     """
 
     @staticmethod
@@ -179,7 +179,7 @@ class _Gate(Function):
 
 
 class _Switch(Function):
-    """The identity; its backward turns on the gate, which cannot run before it."""
+    """The identity. Its backward opens the gate, which cannot run before it."""
 
     @staticmethod
     def forward(u: Tensor, switch: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class _Switch(Function):
 
 
 class _Refusal(Function):
-    """The identity, whose derivative is an error."""
+    """The identity, whose derivative raises."""
 
     @staticmethod
     def forward(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What iterative solvers share: rows that stop one by one, and the result of a run."""
+"""The base of iterative solvers: rows that stop independently, and the result of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RUNNING = -1
 
 
 class Limits(NamedTuple):
-    """When the solve of a row ends."""
+    """Stopping rules of the solve of a row."""
 
-    tolerance: Tensor  # norm of the residual at which a row has converged, [k]
+    tolerance: Tensor  # norm of a converged residual, [k]
     max_steps: int
 
 
@@ -29,20 +29,20 @@ class Run(NamedTuple):
     x: Tensor  # [k, n]
     steps: Tensor  # int64 [k]
     status: Tensor  # index into RESULTS, int64 [k]
-    direction: Tensor  # of negative curvature, zero in rows where it was not met, [k, n]
+    direction: Tensor  # direction of negative curvature, zero in rows that did not meet it, [k, n]
 
 
 class Solver:
-    """Base of the methods of solution: each is a frozen dataclass of its hyper-parameters.
+    """Base class of the methods of solution. Each is a frozen dataclass of its hyperparameters.
 
     Attributes:
-        no_preconditioner: Why it takes no preconditioner, and what to do instead; None if it takes one.
+        no_preconditioner: Why the method takes no preconditioner, and what to do instead. None if it takes one.
     """
 
     no_preconditioner: ClassVar[str | None] = None
 
     def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Solver, Rows | None]:
-        """Choose what depends on the operator alone; return solver and preconditioner to run."""
+        """Choose what depends only on the operator. Return the solver and preconditioner to run."""
         if precondition is not None and self.no_preconditioner is not None:
             raise ValueError(f"solve(..., preconditioner): {self.no_preconditioner}")
         return self, precondition
@@ -50,22 +50,22 @@ class Solver:
     def run(
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
     ) -> Run:
-        """Solve for every row of ``b``; on the tape if products are."""
+        """Solve for every row of ``b``. Differentiable if products are."""
         raise NotImplementedError
 
 
 def length(rows: Tensor) -> Tensor:
-    """Return the norm of each row, [k, n] to [k]; a constant for the tape."""
+    """Return the norm of each row as a constant, [k, n] to [k]."""
     return norm(rows.detach())
 
 
 def divide(numerator: Tensor, denominator: Tensor, where: Tensor) -> Tensor:
-    """Divide where allowed, and give 0 elsewhere, there with a zero derivative too."""
+    """Divide where allowed. Elsewhere the quotient and its derivative are zero."""
     return torch.where(where, numerator, 0.0) / torch.where(where, denominator, 1.0)
 
 
 def multiply(products: Rows, rows: Tensor, active: Tensor) -> Tensor:
-    """Multiply the active rows only; the others give zeros."""
+    """Multiply only the active rows. The products of other rows are zero."""
     index = active.nonzero().squeeze(1)
     if len(index) == len(rows):
         return products(rows)
@@ -75,22 +75,22 @@ def multiply(products: Rows, rows: Tensor, active: Tensor) -> Tensor:
 
 
 def is_finite(rows: Tensor) -> Tensor:
-    """Say which rows are finite, [k, n] to [k]."""
+    """Return which rows are finite, [k, n] to [k]."""
     return rows.detach().isfinite().all(-1)
 
 
 def fill(status: Tensor, where: Tensor | bool, result: Result) -> Tensor:
-    """Give rows that still run a result, where a condition holds."""
+    """Give a result to the running rows for which a condition holds."""
     return torch.where((status == RUNNING) & where, RESULTS.index(result), status)
 
 
 def ended(status: Tensor) -> Tensor:
-    """Give the rows that still run ``MAX_STEPS``."""
+    """Give ``MAX_STEPS`` to the rows that are still running."""
     return fill(status, status == RUNNING, Result.MAX_STEPS)
 
 
 def begun(r: Tensor, is_sound: Tensor, tolerance: Tensor) -> Tensor:
-    """Return the status of rows at their first residuals, [k]: they run, have converged, or are not finite."""
+    """Return the status of rows at their first residuals, [k]: running, converged or not finite."""
     status = torch.full((len(r),), RUNNING, dtype=torch.int64, device=r.device)
     status = fill(status, ~is_sound, Result.NON_FINITE)
     return fill(status, length(r) <= tolerance, Result.CONVERGED)

@@ -1,4 +1,4 @@
-"""The Neumann series of an inverse, truncated where asked or where the residual is small."""
+"""The Neumann series of an inverse, truncated by a number of steps or by the residual."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import check_positive
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import (
@@ -30,22 +31,22 @@ POWER_STEPS = 10
 
 @dataclass(frozen=True)
 class Neumann(Solver):
-    r"""The Neumann series: one product a step, the simplest method and the slowest.
+    r"""The Neumann series: one product a step, the simplest and slowest method.
 
     .. math:: x_k = \alpha \sum_{i=0}^{k-1} (I - \alpha A)^i \, b, \qquad
         b - A x_k = (I - \alpha A)^k \, b
 
-    It converges for positive definite operators with :math:`0 < \alpha < 2 / \lambda_{\max}`. The norm of the
-    residual is log-convex in k for a symmetric operator, so where it grows once it grows for ever: such a row ends
-    there, as ``Result.DIVERGED``. Truncated by ``max_steps`` it equals ``max_steps`` steps of gradient descent, which
-    is what the hypergradients that use it approximate; :class:`CG` needs about the square root of the steps.
+    It converges for positive definite operators with :math:`0 < \alpha < 2 / \lambda_{\max}`. For a symmetric
+    operator the norm of the residual is log-convex in k, so a residual that grows once grows forever. Such a row ends
+    as ``Result.DIVERGED``. Truncated by ``max_steps`` it equals ``max_steps`` steps of gradient descent, which is the
+    approximation of the hypergradients that use it. :class:`CG` needs about the square root of the steps.
 
     Args:
-        scale: The factor :math:`\alpha`, above 0; the learning rate, where the operator is the Hessian of a trained
-            loss. None is 1 over the largest eigenvalue, as 10 steps of the power method estimate it.
+        scale: The factor :math:`\alpha`, above 0. The learning rate, if the operator is the Hessian of a trained
+            loss. None is 1 over the largest eigenvalue, estimated by 10 steps of the power method.
 
     Raises:
-        ValueError: ``scale`` is not above 0; in a solve, a preconditioner is given.
+        ValueError: ``scale`` is not above 0. In a solve: a preconditioner is given.
 
     Example:
         The series of 1 / (1 - 0.5) after 4 terms is 1 + 1/2 + 1/4 + 1/8:
@@ -69,8 +70,7 @@ class Neumann(Solver):
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not self.scale > 0:
-            raise ValueError(f"Neumann(scale): expected a number above 0, or None, got {self.scale}.")
+        check_positive("Neumann(scale)", self.scale, optional=True)
 
     def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Neumann, Rows | None]:
         """Estimate the scale, unless it is given."""
@@ -83,7 +83,7 @@ class Neumann(Solver):
     def run(
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
     ) -> Run:
-        """Solve for every row of ``b``; after :meth:`set_up`."""
+        """Solve for every row of ``b``, after :meth:`set_up`."""
         assert self.scale is not None
         x, r = initial(products, b, x0)
         status = begun(r, is_finite(r), limits.tolerance)
@@ -105,7 +105,7 @@ class Neumann(Solver):
 
 
 def _largest_eigenvalue(system: LinearSystem) -> float:
-    """Estimate the largest eigenvalue of positive operators, from below: by half at worst, in all likelihood."""
+    """Estimate the largest eigenvalue of positive operators from below, most likely by at least half of it."""
     operator = system.undamped
     v = draw_for(operator, operator.num_matrices or 1, "rademacher", system.generator)
     size = v.new_zeros(())

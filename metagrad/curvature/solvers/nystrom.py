@@ -1,4 +1,4 @@
-"""The randomized Nystrom approximation of a positive semi-definite operator: an inverse, and a preconditioner."""
+"""The randomized Nystrom approximation of a positive semi-definite operator: an inverse and a preconditioner."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.core.checks import check_count, check_number, check_type
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size, refuse_half
 from metagrad.curvature.rows import inner, orthonormal
@@ -17,12 +18,12 @@ FIRST_RANK, LARGEST_RANK = 8, 256  # of the adaptive choice
 
 @dataclass(frozen=True, eq=False)
 class Nystrom:
-    r"""A low-rank approximation :math:`\hat A = U \Lambda U^T \preceq A`; made by :func:`nystrom`.
+    r"""A low-rank approximation :math:`\hat A = U \Lambda U^T \preceq A`. Made by :func:`nystrom`.
 
     Attributes:
         basis: Orthonormal rows, the columns of U, [rank, n].
         eigenvalues: :math:`\Lambda`, descending, [rank].
-        matvecs: Products spent on it.
+        matvecs: Number of products.
     """
 
     basis: Tensor
@@ -30,20 +31,21 @@ class Nystrom:
     matvecs: int
 
     def inverse(self, damping: float | Tensor) -> Rows:
-        r"""Return the map :math:`v \mapsto (\hat A + \mu I)^{-1} v` of rows; it costs two products with U.
+        r"""Return the map :math:`v \mapsto (\hat A + \mu I)^{-1} v` of rows. It costs two products with U.
 
-        Its error against :math:`(A + \mu I)^{-1}` is at most :math:`|E| / (\mu (\mu + |E|))`, E the error of the
-        approximation (Frangella, Tropp, Udell, proposition 3.1).
+        Its error relative to :math:`(A + \mu I)^{-1}` is at most :math:`|E| / (\mu (\mu + |E|))`, where E is the
+        error of the approximation (Frangella, Tropp, Udell, proposition 3.1).
 
         Args:
-            damping: The number :math:`\mu`, above 0; it may require grad.
+            damping: The number :math:`\mu`, above 0. It may require grad.
 
         Raises:
-            ValueError: ``damping`` is not above 0, and the approximation has no inverse.
+            ValueError: ``damping`` is not above 0, so the approximation has no inverse.
         """
+        check_type("Nystrom.inverse(damping)", damping, float, int, Tensor)
         if not bool(torch.as_tensor(damping) > 0):
             raise ValueError(
-                f"Nystrom.inverse(damping): what has low rank is singular, so damping must be above 0, "
+                f"Nystrom.inverse(damping): a matrix of low rank is singular, so damping must be above 0, "
                 f"got {damping}."
             )
 
@@ -51,7 +53,7 @@ class Nystrom:
             inside = self._scaled(rows, 1 / (self.eigenvalues + damping))
             if len(self.basis) == self.basis.shape[1]:
                 return inside
-            # Projected twice: divided by a small damping, rounding errors along U would be all there is.
+            # Projected twice, because division by a small damping amplifies rounding errors along U.
             outside = rows - self._scaled(rows, torch.ones_like(self.eigenvalues))
             outside = outside - self._scaled(outside, torch.ones_like(self.eigenvalues))
             return inside + outside / damping
@@ -63,14 +65,14 @@ class Nystrom:
 
         .. math:: P^{-1} = (\lambda_r + \mu) \, U (\Lambda + \mu I)^{-1} U^T + I - U U^T
 
-        The condition number of the preconditioned operator is below 28 in expectation once the rank is twice the
-        effective dimension :math:`\mathrm{tr} A (A + \mu I)^{-1}`, and then CG needs few steps.
+        If the rank is at least twice the effective dimension :math:`\mathrm{tr} A (A + \mu I)^{-1}`, the expected
+        condition number of the preconditioned operator is below 28, and CG needs few steps.
 
         Args:
-            damping: The number :math:`\mu`, 0 or more. With 0, directions of eigenvalue 0 are left alone.
+            damping: The number :math:`\mu`, 0 or more. With 0, directions of eigenvalue 0 do not change.
         """
         damped = self.eigenvalues + damping
-        positive = damped > 0  # elsewhere nothing is known of the operator, and vectors pass
+        positive = damped > 0  # elsewhere the operator is unknown, and vectors do not change
         level = torch.where(positive, damped, torch.inf).min()
         gain = torch.where(positive, level / torch.where(positive, damped, 1.0) - 1, 0.0)
         return lambda rows: rows + self._scaled(rows, gain)
@@ -86,29 +88,30 @@ def nystrom(
     damping: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Nystrom:
-    r"""Approximate a positive semi-definite operator by one of low rank, from its products with random vectors.
+    r"""Approximate a positive semi-definite operator by a low-rank operator, from products with random vectors.
 
     .. math:: \hat A = (A \Omega) (\Omega^T A \Omega)^{\dagger} (A \Omega)^T
 
-    With :math:`\Omega` normal and orthonormalised, n by rank, and for stability a shift at rounding errors. It is
-    exact for an operator of this rank or less, and close to the best approximation where eigenvalues decay.
+    :math:`\Omega` is normal and orthonormalized, n by rank. A shift of the size of rounding errors gives stability.
+    The approximation is exact for an operator of this rank or less. It is close to the best approximation if
+    eigenvalues decay.
 
     Args:
         operator: A positive semi-definite map of n-vectors.
-        rank: Products to spend, from 1 to n. None doubles it from 8 until the smallest eigenvalue found is at most
-            ten times ``damping``, or has fallen to rounding errors, or the rank is 256.
-        damping: The damping that it is meant for; it decides on the rank alone.
+        rank: Number of products, from 1 to n. None doubles it from 8 until the smallest eigenvalue found is at most
+            ten times ``damping``, or is a rounding error, or the rank is 256.
+        damping: The intended damping. It affects only the choice of the rank.
         generator: Draws the vectors.
 
     Returns:
-        The approximation, a constant for the tape. Eigenvalues at rounding errors of the largest are 0.
+        The approximation. Eigenvalues below rounding errors of the largest are 0.
 
     Raises:
         ValueError: ``rank`` is not from 1 to n, ``damping`` is negative, a product is not finite, or the operator is
             not positive semi-definite.
 
     Note:
-        Every derivative treats it as a constant: as a preconditioner that is exact, as an inverse it is not.
+        The approximation is a constant for derivatives. This is exact for a preconditioner, but not for an inverse.
 
     Example:
         An operator of rank 1 is found exactly:
@@ -130,10 +133,10 @@ def nystrom(
     """
     n = checked_size("nystrom(operator)", operator)
     refuse_half("nystrom(operator)", operator.dtype)
-    if rank is not None and not 1 <= rank <= n:
+    check_count("nystrom(operator, rank)", rank, optional=True)
+    if rank is not None and rank > n:
         raise ValueError(f"nystrom(operator, rank): expected 1 to n = {n}, or None, got {rank}.")
-    if not damping >= 0:
-        raise ValueError(f"nystrom(..., damping): expected 0 or more, got {damping}.")
+    check_number("nystrom(..., damping)", damping, 0)
     most = min(LARGEST_RANK, n)
     size = min(FIRST_RANK, most) if rank is None else rank
     with torch.no_grad():
@@ -153,10 +156,10 @@ def _more(
     count: int,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``count`` orthonormal test vectors, and their products, to those there are; all are rows."""
+    """Add ``count`` orthonormal test vectors and their products. All are rows."""
     fresh = draw_for(operator, count, "normal", generator)
     if omega is not None:
-        for _ in range(2):  # twice is enough (Kahan, Parlett)
+        for _ in range(2):  # two passes are enough (Kahan, Parlett)
             fresh = fresh - inner(fresh, omega) @ omega
     fresh = orthonormal(fresh)[0].contiguous()
     products = checked_products("nystrom(operator)", operator, fresh).detach()
@@ -166,7 +169,7 @@ def _more(
 
 
 def _approximation(omega: Tensor, y: Tensor) -> Nystrom:
-    """Algorithm 2.1, in rows."""
+    """Compute the approximation by algorithm 2.1, in rows."""
     eps = torch.finfo(y.dtype).eps
     size = linalg.matrix_norm(y)
     shift = (eps * y.shape[1] ** 0.5 * size).clamp_min(torch.finfo(y.dtype).tiny)

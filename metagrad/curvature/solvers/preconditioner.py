@@ -1,4 +1,4 @@
-"""Preconditioners, and a cheap check that a map of rows is symmetric."""
+"""Preconditioners, and a check that a map of rows is symmetric."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from metagrad.curvature.linear_map import LinearMap, Rows
 from metagrad.curvature.rows import dot, norm
 
 Preconditioner: TypeAlias = Callable[[Tensor], Tensor] | Tensor
-"""A symmetric positive definite map of rows [k, n] that is close to the inverse, or the operator's diagonal [n]."""
+"""A symmetric positive definite map of rows [k, n] close to the inverse, or the operator's diagonal [n]."""
 
 
-_REMEDY = (
-    "Symmetrise it, or solve the normal equations with x -> A^T A x. If the difference is noise that you accept, "
+_FIX = (
+    "Symmetrize it, or solve the normal equations with x -> A^T A x. If the difference is noise that you accept, "
     "pass check_symmetry=False."
 )
 
 
-def check_symmetric(
-    call: str, name: str, operator: LinearMap, products: Rows, *, remedy: str = _REMEDY
-) -> None:
-    """Compare x^T A y with y^T A x on one random pair, which a map that is not symmetric passes with probability 0.
+def check_symmetric(call: str, name: str, operator: LinearMap, products: Rows, *, fix: str = _FIX) -> None:
+    """Raise ``ValueError`` unless x^T A y and y^T A x agree on one random pair.
 
-    The numbers are drawn from a generator of their own.
+    An asymmetric map passes with probability 0. The numbers are drawn from a separate generator.
     """
     pair = draw_for(operator, 2, "normal", torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -42,12 +40,12 @@ def check_symmetric(
         return  # the solve reports it, with the row and the step
     forth, back = to_list(dot(pair, images.flip(0)))
     scale = float((norm(pair) * norm(images.flip(0))).sum())
-    # Products x^T A y of independent x, y are of the size |x| |A y| / sqrt(n).
+    # For independent x and y, x^T A y has the size |x| |A y| / sqrt(n).
     tolerance = 10 * math.sqrt(torch.finfo(operator.dtype).eps) * scale / math.sqrt(operator.shape[0])
     if abs(forth - back) > tolerance:
         raise ValueError(
             f"{call}: {name} must be symmetric, but for random x and y, x^T A y = {forth:.6g} and "
-            f"y^T A x = {back:.6g}. {remedy}"
+            f"y^T A x = {back:.6g}. {fix}"
         )
 
 
@@ -58,7 +56,7 @@ def checked_preconditioner(
     damping: float,
     check_symmetry: bool,
 ) -> Rows | None:
-    """Return the map of rows that a user's preconditioner is."""
+    """Return the user's preconditioner as a map of rows."""
     if preconditioner is None:
         return None
     n = operator.shape[0]

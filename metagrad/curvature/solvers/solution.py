@@ -1,4 +1,4 @@
-"""What a linear solve returns: a value, how it ended, and what it cost."""
+"""The result of a linear solve: its value, how it ended, and its cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from metagrad.core._torch import at_least_1d
 
 
 class Result(Enum):
-    """How a solve ended; the value of each member is a sentence for the user.
+    """How a solve ended. The value of each member is a sentence for the user.
 
     Example:
         >>> from metagrad.curvature.solvers.solution import Result
@@ -22,7 +22,7 @@ class Result(Enum):
     """
 
     CONVERGED = "The residual is within its tolerance."
-    PROGRESS = "The last steps made the quadratic model smaller by less than was asked for."
+    PROGRESS = "The last steps reduced the quadratic model by less than the requested progress."
     MAX_STEPS = (
         "max_steps was reached before the residual was within its tolerance. Allow more steps or a larger rtol, "
         "or improve the condition by damping or a preconditioner."
@@ -55,7 +55,7 @@ class Result(Enum):
 
 
 class SolveError(RuntimeError):
-    """A solve failed, and its caller asked for an exception."""
+    """A solve failed, and its caller requested an exception."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +63,13 @@ class Stats:
     """Statistics of a :func:`solve`. For a flat right-hand side, tensors do not have the dimension k.
 
     Attributes:
-        results: How each right-hand side ended, k of them.
-        steps: Steps taken for each right-hand side, int64 [k].
+        results: Result of each right-hand side, k of them.
+        steps: Number of steps for each right-hand side, int64 [k].
         residual_norms: Norms of the true residuals ``b - (A + damping I) x``, [k].
-        matvecs: Vectors multiplied with the operator in all, those that set up a preconditioner and that checked
-            symmetry and residuals included.
-        direction: Where negative curvature was met, a direction d with ``d^T (A + damping I) d <= 0``, of norm 1,
-            [k, n], zero for the other right-hand sides; None if it was not met at all.
+        matvecs: Total number of vectors multiplied with the operator. It includes products that set up a
+            preconditioner and that check symmetry and residuals.
+        direction: Directions d of negative curvature with ``d^T (A + damping I) d <= 0`` and norm 1, [k, n]. Zero for
+            right-hand sides that did not meet it. None if no one did.
     """
 
     results: tuple[Result, ...]
@@ -81,12 +81,12 @@ class Stats:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """What :func:`solve` returns.
+    """The result of :func:`solve`.
 
     Attributes:
-        value: The solution, in the shape of the right-hand side; where the solve failed, the last sound iterate.
-        result: How it ended; for many right-hand sides, the first failure among them if there is one.
-        stats: What it cost.
+        value: The solution, in the shape of the right-hand side. If the solve failed, the last finite iterate.
+        result: How the solve ended. For many right-hand sides, the first failure if there is one.
+        stats: Steps, residuals and products of the solve.
 
     Example:
         >>> from types import SimpleNamespace
@@ -110,7 +110,7 @@ class Solution:
 
 
 def overall(results: tuple[Result, ...]) -> Result:
-    """Return the first failure, else the first result that is not plain convergence."""
+    """Return the first failure. If there is none, return the first result that is not plain convergence."""
     for result in results:
         if not result.is_success:
             return result
@@ -118,7 +118,7 @@ def overall(results: tuple[Result, ...]) -> Result:
 
 
 def raise_failure(call: str, stats: Stats) -> None:
-    """Raise the first failure among the right-hand sides, if there is one."""
+    """Raise ``SolveError`` for the first failure among the right-hand sides, if there is one."""
     for index, result in enumerate(stats.results):
         if not result.is_success:
             steps = int(at_least_1d(stats.steps)[index])

@@ -1,4 +1,4 @@
-"""Solving linear systems with an operator that is known by its products."""
+"""Linear systems with an operator that is given by its matrix-vector products."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from metagrad.curvature.solvers.system import (
 SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "pcg": CG, "dense": Dense, "neumann": Neumann}
 
 _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
-"""Results whose value approximates a solution, so that the implicit function theorem holds approximately."""
+"""Results whose value approximates a solution, so the implicit function theorem holds approximately."""
 
 
 def solve(
@@ -64,56 +64,56 @@ def solve(
     A right-hand side ends when :math:`|b - (A + \mu I) x| \le \max(\mathrm{rtol} |b|, \mathrm{atol})`.
 
     =========== ====================================================================================================
-    method      for which operators
+    method      operators
     =========== ====================================================================================================
-    "cg"        positive definite: conjugate gradients, which meet negative curvature and say so; "pcg" with a
-                preconditioner, and "auto" with or without
-    "dense"     positive definite, few parameters: n products and a Cholesky factor
-    "neumann"   positive definite: the series of gradient descent, slow, for its truncation
+    "cg"        positive definite. Conjugate gradients, which detect and report negative curvature. "pcg" is the same
+                with a preconditioner, and "auto" is either of them.
+    "dense"     positive definite, few parameters. It costs n products and a Cholesky factor.
+    "neumann"   positive definite. The series of gradient descent, which is slow and can be truncated.
     =========== ====================================================================================================
 
-    A solver of ``metagrad.curvature.solvers`` in place of its name has options of its own, as ``Neumann(scale=0.1)``.
+    A solver of ``metagrad.curvature.solvers`` in place of its name has its own options, as ``Neumann(scale=0.1)``.
 
     **Derivatives.** With gradients enabled, the value is differentiable with respect to ``b``, ``damping`` and every
-    tensor that the products depend on. Those must be on the tape: operators of metagrad put them there with
-    ``create_graph=True``, and without it count as constants, which a solve cannot see. The implicit function theorem
-    gives :math:`dx = A^{-1} (db - dA \, x)`: each backward is one more solve of the same kind, as exact as the two
-    solves are, and no step is kept. Neither ``x0`` nor ``preconditioner`` has a gradient. A solve that fails there
+    tensor that the products depend on. The products must be differentiable: metagrad's operators need
+    ``create_graph=True``. Otherwise they count as constants, which a solve cannot detect. The implicit function
+    theorem gives :math:`dx = A^{-1} (db - dA \, x)`. Each backward pass is one more solve of the same kind, and no
+    step is stored. Neither ``x0`` nor ``preconditioner`` has a gradient. If the solve of a derivative fails, it
     raises. Forward mode is not supported.
 
     Args:
-        operator: A symmetric map of n-vectors; or k of them, each of which has one row of ``b``.
-        b: The right-hand side [n], or k of them as rows [k, n], which are multiplied together and stop one by one.
+        operator: A symmetric map of n-vectors. Or k of them, each with one row of ``b``.
+        b: The right-hand side [n], or k of them as rows [k, n]. Rows are multiplied together and stop independently.
         method: A name or a solver.
-        damping: The number :math:`\mu`, 0 or more; may be a tensor with one element that requires grad.
+        damping: The number :math:`\mu`, 0 or more. It may be a tensor with one element that requires grad.
         rtol: Tolerance relative to the norm of ``b``.
-        atol: Absolute tolerance. Right-hand sides of derivatives have a scale of their own: they are solved to the
-            relative tolerance that it came to here.
-        max_steps: The most steps for one right-hand side, 1 or more; None is 10 n, and at most 10 000.
-        preconditioner: A symmetric positive definite map of rows, close to the inverse; or the diagonal of the
-            operator [n], to which ``damping`` is added.
-        x0: Where to start, in the shape of ``b``; None is 0.
-        throw: Raise unless the solve ends as it was asked to.
-        generator: Draws the vectors of the methods that need some.
-        order: How many derivatives there are; each keeps the graph of one product. One too many
-            raises. No limit where only ``b`` requires grad.
-        check_symmetry: Check the operator, if it is one, and the preconditioner on a random pair of vectors; two
+        atol: Absolute tolerance. Right-hand sides of derivatives have another scale, so they are solved to the
+            relative tolerance that ``atol`` amounts to here.
+        max_steps: Maximum number of steps for one right-hand side, 1 or more. None is 10 n, and at most 10 000.
+        preconditioner: A symmetric positive definite map of rows, close to the inverse. Or the diagonal of the
+            operator [n]. Then ``damping`` is added to it.
+        x0: The start, in the shape of ``b``. None is 0.
+        throw: Raise unless the solve succeeds.
+        generator: Draws the vectors of methods that need random ones.
+        order: Number of derivatives. Each stores the graph of one product, and one too many raises. There is no limit
+            if only ``b`` requires grad.
+        check_symmetry: Check a single operator and the preconditioner on a random pair of vectors. It costs two
             products.
 
     Returns:
-        The solution in the shape of ``b``, with how it ended and what it cost. Residuals are recomputed at the end,
-        with one more product, so rounding errors do not pass for convergence.
+        The solution in the shape of ``b``, its result and its cost. Residuals are recomputed at the end with one more
+        product, so rounding errors are not mistaken for convergence.
 
     Raises:
-        ValueError: An argument is out of its range, ``b`` or ``x0`` does not fit or is not finite, ``preconditioner``
-            does not go with ``method``, a map is not symmetric, or the norm of ``b`` is beyond half precision.
-        TypeError: The operator is no linear map, or a dtype is another than the operator's.
-        SolveError: The solve failed and ``throw`` is set; or a solve of a derivative failed.
+        ValueError: An argument is out of its range, ``b`` or ``x0`` has another shape or is not finite, a method
+            takes no ``preconditioner``, a map is not symmetric, or the norm of ``b`` is out of the range of half
+            precision.
+        TypeError: The operator is not a linear map, or a dtype differs from the operator's.
+        SolveError: The solve failed and ``throw`` is set, or a solve of a derivative failed.
 
     Note:
-        A non-finite product is ``Result.NON_FINITE`` here; the operators of :mod:`metagrad.curvature` raise by
-        themselves, with the name of the parameter. In a backward pass the preconditioner is taken to be constant,
-        which the solution allows.
+        A product with NaN or Inf gives ``Result.NON_FINITE``. The operators of :mod:`metagrad.curvature` raise
+        earlier, with the name of the parameter. In a backward pass the preconditioner is a constant.
 
     Example:
         :math:`x = b / (a + \mu)` has :math:`dx / d\mu = -b / (a + \mu)^2`:
@@ -181,13 +181,13 @@ def _refuse_norms_out_of_range(b: Tensor) -> None:
 
 
 def _start(x0: Tensor, b: Tensor) -> Tensor:
-    """Start from 0 where the solution is 0: no residual is small relative to a right-hand side of 0."""
+    """Return the starts. A right-hand side of 0 starts from 0, because no residual is small relative to it."""
     return torch.where((b.detach() != 0).any(-1, keepdim=True), x0, 0.0)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A system, and the solver that was set up for it."""
+    """A system and the solver that was set up for it."""
 
     system: LinearSystem
     solver: Solver
@@ -208,11 +208,11 @@ class _Work:
         rtol: float,
         order: int,
     ) -> Tensor:
-        """Put the solution on the tape, by the implicit function theorem where it holds."""
+        """Make the solution differentiable by the implicit function theorem, if it holds."""
         for result in results:
             if result not in _APPROXIMATE:
                 sentence = (
-                    f"{CALL}: the value is no solution, so the implicit function theorem gives no derivative: "
+                    f"{CALL}: the value is not a solution, so the implicit function theorem gives no derivative: "
                     f"{result.value}"
                 )
                 return refuse_derivatives(x, sentence, b, product)
@@ -229,7 +229,7 @@ class _Work:
 
     def adjoint(self, g: Tensor, *, rtol: float, max_steps: int, expects_convergence: bool) -> Tensor:
         """Solve for a cotangent."""
-        # Rows of size one: cotangents of a high order may be so small that their squares vanish.
+        # Rows are scaled to size one, because the squares of small cotangents may vanish.
         scale = g.detach().abs().amax(-1, keepdim=True)
         rows = g.detach() / torch.where(scale > 0, scale, 1.0)
         run = self.off_the_tape(rows, None, Limits(rtol * length(rows), max_steps))
@@ -246,22 +246,25 @@ class _Work:
 
 
 def _true_residuals(status: Tensor, product: Tensor, b: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
-    """Take back a convergence that was only the recurrence's; return the status and the norms of true residuals."""
+    """Return the status and the norms of the true residuals.
+
+    A row has stagnated if it has converged only by the recurrence.
+    """
     residuals = length(b - product)
-    # The sum of many small steps differs from the recurrence by rounding also where all is well.
+    # In a correct solve, the sum of many small steps also differs from the recurrence by rounding.
     slack = 10 * limits.tolerance + 10 * torch.finfo(b.dtype).eps * length(b)
     is_false = (status == RESULTS.index(Result.CONVERGED)) & (residuals > slack)
     return torch.where(is_false, RESULTS.index(Result.STAGNATED), status), residuals
 
 
 def _of_one(stats: Stats) -> Stats:
-    """Leave out the dimension of right-hand sides."""
+    """Remove the dimension of right-hand sides."""
     direction = None if stats.direction is None else stats.direction[0]
     return Stats(stats.results, stats.steps[0], stats.residual_norms[0], stats.matvecs, direction)
 
 
 def _solver(method: str | Solver, has_preconditioner: bool) -> Solver:
-    if not isinstance(method, str):
+    if isinstance(method, Solver):
         return method
     if method not in SOLVERS:
         known = ", ".join(f'"{name}"' for name in SOLVERS)

@@ -1,15 +1,14 @@
-"""The system that a solve is given: the checks of its arguments, and its map, counted and damped."""
+"""The system of a solve: checks of its arguments, and its map, counted and damped."""
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_a, is_integer
+from metagrad.core.checks import check_count, check_number, check_type, is_a
 from metagrad.curvature.linear_map import LinearMap, OwnMatrices, Rows, shaped_products
 from metagrad.curvature.solvers.implicit import is_batched
 
@@ -36,11 +35,11 @@ class Counted:
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """``A + damping I`` as a linear map of rows, and what is known to set up a solver for it."""
+    """``A + damping I`` as a linear map of rows, with all that sets up a solver for it."""
 
     undamped: Counted
     damping: float | Tensor
-    weight: float  # the damping, a constant
+    weight: float  # the damping as a constant
     generator: torch.Generator | None
 
     def multiply(self, vectors: Tensor) -> Tensor:
@@ -52,42 +51,37 @@ class LinearSystem:
 
     @property
     def constant_rows(self) -> Rows:
-        """The products off the tape, as solvers take them."""
+        """The products without a graph, as solvers take them."""
         constant = self.constant_products
         return constant if self.undamped.num_matrices is None else OwnMatrices(constant)
 
     def constant_products(self, vectors: Tensor) -> Tensor:
-        """Multiply rows, off the tape."""
+        """Multiply rows without a graph."""
         with torch.no_grad():
             return self.multiply(vectors).detach()
 
 
 def check_numbers(rtol: float, atol: float, max_steps: int | None, order: int) -> None:
-    """Check the numbers of a solve."""
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"solve(..., {name}): expected 0 or more, got {value}.")
-    for name, count in (("max_steps", max_steps), ("order", order)):
-        if count is not None and (not is_integer(count) or count < 1):
-            raise ValueError(f"solve(..., {name}): expected an integer of 1 or more, got {count!r}.")
+    """Raise ``ValueError`` unless the numbers of a solve are in their ranges."""
+    check_number("solve(..., rtol)", rtol, 0)
+    check_number("solve(..., atol)", atol, 0)
+    check_count("solve(..., max_steps)", max_steps, optional=True)
+    check_count("solve(..., order)", order)
 
 
 def checked_damping(damping: float | Tensor) -> float:
     """Return the value of the damping."""
+    check_type("solve(..., damping)", damping, numbers.Real, Tensor)
     if isinstance(damping, Tensor) and damping.numel() != 1:
         raise ValueError(
             f"solve(..., damping): expected a number or a tensor with one element, got shape {tuple(damping.shape)}."
         )
-    if not isinstance(damping, (numbers.Real, Tensor)):
-        raise TypeError(f"solve(..., damping): expected a number or a tensor, got {type(damping).__name__}.")
     value = float(damping.detach() if isinstance(damping, Tensor) else damping)
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"solve(..., damping): expected 0 or more, got {value}.")
-    return value
+    return check_number("solve(..., damping)", value, 0)
 
 
 def check_vector(name: str, vector: Tensor, operator: LinearMap, like: Tensor | None = None) -> None:
-    """Check a right-hand side, or a start, which is like it."""
+    """Raise unless a right-hand side, or a start for it, fits the operator."""
     n = operator.shape[0]
     if not is_a(vector, Tensor):
         raise TypeError(f"{CALL}: {name} must be a tensor, got {type(vector).__name__}.")

@@ -1,4 +1,4 @@
-"""The density of an operator's eigenvalues, by stochastic Lanczos quadrature."""
+"""The spectral density of an operator, by stochastic Lanczos quadrature."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
+from metagrad.core.checks import check_count, check_positive, is_a
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.linear_map import LinearMap
@@ -19,19 +20,20 @@ _CALL = "spectral_density(operator)"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Density:
-    r"""A spectral density: the point masses of each probe, smoothed by a Gaussian when it is evaluated.
+    r"""A spectral density: the point masses of each probe, smoothed by a Gaussian.
 
     .. math:: \phi(t) = \frac1p \sum_k \sum_j w_{kj} \, g_\sigma(t - \theta_{kj}) \approx
         \frac1n \sum_i g_\sigma(t - \lambda_i), \quad \int \phi = 1
 
-    It is a probability density. Times n, it counts eigenvalues.
+    It is a probability density. Multiply it by n to count eigenvalues.
 
     Attributes:
-        nodes: Ritz values, float64 on the CPU, shape [probes, steps]; constants.
-        weights: Their masses, likewise; each row sums to 1. A process that ended early has zeros at its end.
-        sigma: The standard deviation of the Gaussian.
-        n: The size of the operator.
-        matvecs: How many products were spent.
+        nodes: Ritz values, float64 on the CPU, shape [probes, steps]. Constants.
+        weights: Masses of the nodes, in the same shape. Each row sums to 1. A process that ended early has trailing
+            zeros.
+        sigma: Standard deviation of the Gaussian.
+        n: Size of the operator.
+        matvecs: Number of products.
 
     Example:
         >>> from metagrad.curvature.spectrum.density import Density
@@ -52,26 +54,27 @@ class Density:
         """Evaluate the density at some points.
 
         Args:
-            grid: Points, floating point, of any shape.
+            grid: Floating point tensor of any shape.
 
         Returns:
             The density there, with its standard error over the probes.
 
         Raises:
-            TypeError: The points are not floating point.
+            TypeError: ``grid`` is not a floating point tensor.
         """
-        if not grid.is_floating_point():
-            raise TypeError(f"density(grid): expected floating point, got {grid.dtype}. Use grid.double().")
+        if not is_a(grid, Tensor) or not grid.is_floating_point():
+            got = grid.dtype if is_a(grid, Tensor) else type(grid).__name__
+            raise TypeError(f"density(grid): expected a floating point tensor, got {got}. Use grid.double().")
         points = grid.detach().cpu().double()
         samples = torch.stack([self._of_probe(points, k) for k in range(len(self.nodes))]).to(grid)
         return self._estimate(samples, "density")
 
     def grid(self, num_points: int | None = None) -> Tensor:
-        """Return points that cover the density: four sigma beyond the Ritz values on both sides, evenly spaced.
+        """Return evenly spaced points that cover the density, up to four sigma beyond the Ritz values on both sides.
 
         Args:
-            num_points: How many; by default so many that they are half a sigma apart, and sums over them are
-                integrals to many digits.
+            num_points: Number of points, 2 or more. By default they are half a sigma apart, so sums over them are
+                accurate integrals.
 
         Returns:
             The points, float64 on the CPU, shape [num_points].
@@ -80,14 +83,12 @@ class Density:
         low, high = float(self.nodes.min()) - margin, float(self.nodes.max()) + margin
         if num_points is None:
             num_points = math.ceil(2 * (high - low) / self.sigma) + 1
-        if num_points < 2:
-            raise ValueError(f"density.grid(num_points): expected at least 2, got {num_points}.")
+        check_count("density.grid(num_points)", num_points, 2)
         return torch.linspace(low, high, num_points, dtype=torch.float64)
 
     def moment(self, degree: int) -> Estimate:
-        r"""Estimate :math:`\frac1n \mathrm{tr} A^d`, without smoothing; no quadrature error up to d = 2 steps - 1."""
-        if degree < 0:
-            raise ValueError(f"density.moment(degree): degree must be at least 0, got {degree}.")
+        r"""Estimate :math:`\frac1n \mathrm{tr} A^d` without smoothing. Exact for each probe up to d = 2 steps - 1."""
+        check_count("density.moment(degree)", degree, 0)
         return self._estimate((self.weights * self.nodes**degree).sum(1), "moment")
 
     def _of_probe(self, points: Tensor, k: int) -> Tensor:
@@ -121,27 +122,27 @@ def spectral_density(
     generator: torch.Generator | None = None,
     chunk: str | int | float = "64MiB",
 ) -> Density:
-    r"""Estimate the density of the eigenvalues of a symmetric operator.
+    """Estimate the density of the eigenvalues of a symmetric operator.
 
-    A Gauss rule for each probe, from ``steps`` products: its outer nodes are eigenvalues, to many digits where they
-    are well apart from the others; its inner ones stand for many. Moments up to the degree 2 steps - 1 are those of
-    the probe exactly. Detail finer than the range of the spectrum over ``steps`` is not resolved inside the bulk,
-    however small ``sigma`` is. The result is a report, made of constants for derivatives; for a differentiable
-    function of the spectrum see :func:`metagrad.curvature.trace_of`.
+    Each probe gives a Gauss rule from ``steps`` products. Its outer nodes are accurate eigenvalues if these are well
+    separated. Its inner nodes stand for many eigenvalues. Moments up to the degree 2 steps - 1 are exact for the
+    probe. Inside the bulk, detail finer than the range of the spectrum over ``steps`` is not resolved, for any
+    ``sigma``. The result is a constant for derivatives. See :func:`metagrad.curvature.trace_of` for a differentiable
+    function of the spectrum.
 
     Args:
         operator: A symmetric map of n-vectors.
-        steps: Products for each probe, at most n of them.
-        probes: How many probes.
-        sigma: The standard deviation of the Gaussian that is put for each node, in units of eigenvalues; by default
-            1 / 200 of the range of the nodes.
-        distribution: What probes are drawn from (see :func:`metagrad.curvature.sample_probes`); they are normalised,
-            so "normal" and "sphere" are the same here.
-        generator: Draws them.
-        chunk: Bytes for the bases of probes that are treated at once; one basis, steps * n elements, at the least.
+        steps: Number of products for each probe, at most n.
+        probes: Number of probes.
+        sigma: Standard deviation of the Gaussian at each node, in units of eigenvalues. The default is 1 / 200 of the
+            range of the nodes.
+        distribution: Distribution of the probes, see :func:`metagrad.curvature.sample_probes`. Probes are normalized,
+            so "normal" and "sphere" are equivalent.
+        generator: Draws the probes.
+        chunk: Bytes for the bases of probes that are treated together, at least one basis of steps * n elements.
 
     Returns:
-        The density; call it on a grid.
+        The density. Call it on a grid.
 
     Raises:
         ValueError: An argument is out of its range, a product is not finite, or the operator is not symmetric.
@@ -169,8 +170,7 @@ def spectral_density(
         Ubaru, Chen, Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature", 2017.
     """
     check_quadrature(_CALL, probes, steps, distribution, generator)
-    if sigma is not None and not sigma > 0:
-        raise ValueError(f"{_CALL}: sigma must be positive, got {sigma}.")
+    check_positive(f"{_CALL}: sigma", sigma, optional=True)
     nodes: list[Tensor] = []
     weights: list[Tensor] = []
     matvecs = 0

@@ -1,4 +1,4 @@
-"""Values whose first derivative is on the tape, and whose second is refused."""
+"""Values with a correct first derivative, whose second derivative raises."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from metagrad.curvature.solvers.implicit import refuse_derivatives
 
 
 def first_order(value: Tensor, call: str) -> Tensor:
-    """Return ``value``; differentiating its gradient once more raises, because that derivative would be wrong.
+    """Return ``value``. Differentiating its gradient again raises, because that derivative would be incorrect.
 
     Args:
-        value: A tensor whose graph gives the right first derivative, and no more.
-        call: What the error names.
+        value: A tensor whose graph gives only the correct first derivative.
+        call: Name of the caller in the error.
 
     Example:
         >>> from metagrad.curvature.spectrum.first_order import first_order
@@ -26,7 +26,7 @@ def first_order(value: Tensor, call: str) -> Tensor:
 
 
 class _FirstOrder(Function):
-    """The identity; what its backward returns cannot be differentiated."""
+    """The identity. The result of its backward cannot be differentiated."""
 
     generate_vmap_rule = True
 

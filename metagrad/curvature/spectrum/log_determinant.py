@@ -7,9 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import check_number
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import Distribution
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.spectrum.quadrature import trace_of
 
 _CALL = "log_determinant(operator)"
@@ -30,26 +31,28 @@ def log_determinant(
 
     .. math:: \log \det(A + \delta I) = \mathrm{tr} \log(A + \delta I)
 
-    The determinant itself would overflow. An operator that is not positive definite is refused when a Ritz value
-    shows it; one with a few negative eigenvalues near zero may pass unseen. Steps of about the square root of the
-    condition number are needed (``converged`` and ``stderr`` tell); damping lowers it.
+    The determinant itself would overflow. If a Ritz value shows that the operator is not positive definite, this
+    raises ``ValueError``. A few negative eigenvalues near zero may go unnoticed. The number of steps must be about
+    the square root of the condition number (see ``converged`` and ``stderr``). Damping lowers it.
 
     Args:
         operator: A symmetric map of n-vectors.
-        damping: :math:`\delta \ge 0`, added to every eigenvalue; it costs nothing, as Krylov spaces do not change.
-        steps: Products for each probe, at most n of them.
-        probes: How many probes, 16 by default; where ``rtol`` is given, the most, 256 by default.
-        rtol: Stop when half the 95 % interval is at most this times the value.
-        distribution: What probes are drawn from; see :func:`metagrad.curvature.sample_probes`.
-        generator: Draws them.
-        chunk: Bytes for the bases of probes that are treated at once; one basis, steps * n elements, at the least.
+        damping: :math:`\delta \ge 0`, added to every eigenvalue. It costs nothing, because Krylov spaces do not
+            change.
+        steps: Number of products for each probe, at most n.
+        probes: Number of probes, 16 by default. With ``rtol`` it is a maximum, 256 by default.
+        rtol: Stop if half the 95 % interval is at most ``rtol`` times the value.
+        distribution: Distribution of the probes, see :func:`metagrad.curvature.sample_probes`.
+        generator: Draws the probes.
+        chunk: Bytes for the bases of probes that are treated together, at least one basis of steps * n elements.
 
     Returns:
-        The estimate, natural logarithm; differentiable once where products are, as
-        :func:`metagrad.curvature.trace_of` says.
+        The estimate of the natural logarithm. It has a first derivative if products are differentiable, see
+        :func:`metagrad.curvature.trace_of`.
 
     Raises:
-        ValueError: The operator is not positive definite to working precision, and what :func:`trace_of` raises.
+        ValueError: The operator is not positive definite to working precision, or for the reasons of
+            :func:`trace_of`.
 
     Example:
         The determinant of diag(1, 2, 4) is 8:
@@ -68,9 +71,8 @@ def log_determinant(
         Appl. 38, 2017; Han, Malioutov, Shin, "Large-scale log-determinant computation through stochastic Chebyshev
         expansions", ICML 2015.
     """
-    if not damping >= 0:
-        raise ValueError(f"{_CALL}: damping must be at least 0, got {damping}.")
-    smallest = operator.shape[0] ** 0.5 * torch.finfo(operator.dtype).eps
+    check_number(f"{_CALL}: damping", damping, 0)
+    smallest = checked_size(_CALL, operator) ** 0.5 * torch.finfo(operator.dtype).eps
 
     def logarithm(nodes: Tensor) -> Tensor:
         shifted = nodes + damping
@@ -91,5 +93,5 @@ def log_determinant(
 
 
 def _round_up(damping: float) -> str:
-    """Suggest twice what is missing, to one digit."""
+    """Return twice the missing damping, to one digit."""
     return f"{max(2 * damping, 1e-6):.0e}"

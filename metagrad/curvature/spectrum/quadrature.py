@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import is_a, is_integer
+from metagrad.core.checks import check_count, check_function, check_positive, is_a
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
 from metagrad.curvature.estimators.probes import (
@@ -21,7 +21,7 @@ from metagrad.curvature.estimators.probes import (
     piece_sizes,
     rows_in_chunk,
 )
-from metagrad.curvature.estimators.probing import check_probes, is_tight
+from metagrad.curvature.estimators.probing import is_tight
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.rows import dot
 from metagrad.curvature.spectrum.first_order import first_order
@@ -29,11 +29,11 @@ from metagrad.curvature.spectrum.lanczos import LanczosState, lanczos
 
 
 class GaussRule(NamedTuple):
-    """A quadrature rule for the spectral measure of one unit vector; float64 on the CPU.
+    """A quadrature rule for the spectral measure of one unit vector, in float64 on the CPU.
 
     Attributes:
-        nodes: The eigenvalues of the tridiagonal matrix, ascending, shape [m].
-        vectors: Its eigenvectors, columns, shape [m, m]; the weights are the squares of the first row.
+        nodes: Eigenvalues of the tridiagonal matrix, ascending, shape [m].
+        vectors: Its eigenvectors, columns, shape [m, m]. The weights are the squares of the first row.
     """
 
     nodes: Tensor
@@ -41,20 +41,20 @@ class GaussRule(NamedTuple):
 
     @property
     def weights(self) -> Tensor:
-        """Positive, with the sum 1."""
+        """Positive weights with the sum 1, shape [m]."""
         return self.vectors[0].square()
 
 
 def gauss_rule(state: LanczosState, start: int, size: int | None = None) -> GaussRule:
     r"""Make the Gauss rule of one start from its Lanczos process.
 
-    .. math:: q^T f(A) q = \sum_j w_j f(\theta_j), \quad T = S \Theta S^T, \quad w_j = S_{1j}^2,
+    .. math:: q^T f(A) q = \sum_j w_j f(\theta_j), \quad T = S \Theta S^T, \quad w_j = S_{1j}^2
 
-    exactly for polynomials f of degree up to 2 m - 1, and for every f after a breakdown.
+    The rule is exact for polynomials f of degree up to 2 m - 1, and after a breakdown for every f.
 
     Args:
-        state: What :func:`~metagrad.curvature.spectrum.lanczos.lanczos` returned.
-        start: Which start.
+        state: Result of :func:`~metagrad.curvature.spectrum.lanczos.lanczos`.
+        start: Index of the start.
         size: Use fewer steps than were taken.
 
     Returns:
@@ -92,7 +92,7 @@ def krylov_spaces(
     chunk: str | int | float,
     call: str,
 ) -> Iterator[tuple[Tensor, LanczosState]]:
-    """Draw probes, and run Lanczos from as many at once as have their bases in a chunk."""
+    """Draw probes, and run Lanczos from as many probes together as have their bases in a chunk."""
     n = checked_size(call, operator)
     rows = rows_in_chunk(call, chunk, n * max(1, min(steps, n)), operator.dtype)
     for size in piece_sizes(operator, count, rows):
@@ -101,13 +101,10 @@ def krylov_spaces(
 
 
 def check_quadrature(call: str, probes: int, steps: int, distribution: str, generator: object) -> None:
-    """Check the numbers that every quadrature takes."""
-    check_probes(call, probes)
+    """Raise unless the arguments of a quadrature are valid."""
+    check_count(f"{call}: probes", probes)
+    check_count(f"{call}: steps", steps)
     check_drawing(call, distribution, generator)
-    if not is_integer(steps):
-        raise TypeError(f"{call}: steps must be an integer, got {steps!r}.")
-    if steps < 1:
-        raise ValueError(f"{call}: steps must be at least 1, got {steps}.")
 
 
 def trace_of(
@@ -122,31 +119,32 @@ def trace_of(
     chunk: str | int | float = "64MiB",
     call: str = "trace_of(operator, function)",
 ) -> Estimate:
-    r"""Estimate the trace of a function of a symmetric operator by stochastic Lanczos quadrature.
+    r"""Estimate the trace of a function of a symmetric operator by stochastic Lanczos quadrature (SLQ).
 
     .. math:: \mathrm{tr} f(A) = E[z^T f(A) z] \approx \frac1p \sum_{k=1}^p \|z_k\|^2 \sum_j w_{kj} f(\theta_{kj})
 
-    The error has two parts. The one from few probes is in ``stderr`` in the usual way. The one from few steps is
-    extrapolated from the results with half and with a quarter of them, and joined to ``stderr``; where it outweighs
-    the probes, ``converged`` is False. It falls as :math:`\rho^{-2 m}`, with :math:`\rho` from the largest ellipse
-    around the spectrum in which f is analytic: for the logarithm and the condition number :math:`\kappa`, as
-    :math:`e^{-4 m / \sqrt\kappa}`. As long as the steps are so few that the part of the spectrum that matters is not
-    seen at all (a reciprocal's small eigenvalues), it is underestimated. Functions with jumps are for
+    The error has two parts. The error from few probes is in ``stderr``. The error from few steps is extrapolated from
+    the results with half and with a quarter of the steps, and added to ``stderr``. If it exceeds the error from few
+    probes, ``converged`` is False. It falls as :math:`\rho^{-2 m}`, with :math:`\rho` from the largest ellipse around
+    the spectrum in which f is analytic. For the logarithm and the condition number :math:`\kappa` it falls as
+    :math:`e^{-4 m / \sqrt\kappa}`. It is underestimated if too few steps miss the important part of the spectrum,
+    such as the small eigenvalues for a reciprocal. For functions with jumps, use
     :func:`metagrad.curvature.spectral_density`.
 
-    Where products are differentiable, so is the value, once: :math:`d \, \mathrm{tr} f(A) = \mathrm{tr}(f'(A) \, dA)`
-    is estimated without bias from the same probes by :math:`z^T f'(A) \, dA \, z`. The second derivative is refused.
+    If products are differentiable, the value has a first derivative. :math:`d \, \mathrm{tr} f(A) = \mathrm{tr}(f'(A)
+    \, dA)` is estimated without bias from the same probes by :math:`z^T f'(A) \, dA \, z`. A second derivative
+    raises.
 
     Args:
         operator: A symmetric map of n-vectors.
         function: Takes eigenvalues, a float64 tensor on the CPU, elementwise.
-        steps: Products for each probe, at most n of them.
-        probes: How many probes, 16 by default; where ``rtol`` is given, the most, 256 by default.
-        rtol: Stop when half the 95 % interval is at most this times the value; looked at after 4 probes, 8, 16, ...
-        distribution: What probes are drawn from; see :func:`metagrad.curvature.sample_probes`.
-        generator: Draws them.
-        chunk: Bytes for the bases of probes that are treated at once; one basis, steps * n elements, at the least.
-        call: What errors name.
+        steps: Number of products for each probe, at most n.
+        probes: Number of probes, 16 by default. With ``rtol`` it is a maximum, 256 by default.
+        rtol: Stop if half the 95 % interval is at most ``rtol`` times the value. Checked after 4 probes, 8, 16, ...
+        distribution: Distribution of the probes, see :func:`metagrad.curvature.sample_probes`.
+        generator: Draws the probes.
+        chunk: Bytes for the bases of probes that are treated together, at least one basis of steps * n elements.
+        call: Name of the caller in errors.
 
     Returns:
         The estimate.
@@ -154,6 +152,7 @@ def trace_of(
     Raises:
         ValueError: An argument is out of its range, ``function`` is not finite at a Ritz value, a product is not
             finite, or the operator is not symmetric.
+        TypeError: ``function`` is not callable.
 
     Example:
         The trace of the square root of diag(1, 4, 9) is 6:
@@ -172,8 +171,8 @@ def trace_of(
     """
     probes = (16 if rtol is None else 256) if probes is None else probes
     check_quadrature(call, probes, steps, distribution, generator)
-    if rtol is not None and not rtol > 0:
-        raise ValueError(f"{call}: rtol must be positive, got {rtol}.")
+    check_positive(f"{call}: rtol", rtol, optional=True)
+    check_function(call, "function", function)
     samples: list[Tensor] = []
     estimate, matvecs = None, 0
     for count in _rounds(probes, rtol):
@@ -190,7 +189,7 @@ def trace_of(
 
 
 def _rounds(probes: int, rtol: float | None) -> Iterator[int]:
-    """Yield how many probes to add before each look: the number doubles."""
+    """Yield how many probes to add before each check. The total doubles."""
     done = 0
     while done < probes:
         size = probes - done if rtol is None else min(max(done, 4), probes - done)
@@ -199,7 +198,7 @@ def _rounds(probes: int, rtol: float | None) -> Iterator[int]:
 
 
 def _samples(starts: Tensor, state: LanczosState, function: Callable[[Tensor], Tensor], call: str) -> Tensor:
-    """Return for each probe z^T f(A) z from all, half and a quarter of its steps, and its size; [count, 4]."""
+    """Return for each probe z^T f(A) z from all, half and a quarter of its steps, and its size, [count, 4]."""
     return torch.stack([_sample(start, state, i, function, call) for i, start in enumerate(starts)])
 
 
@@ -223,7 +222,7 @@ def _sample(
 def _from_fewer_steps(
     state: LanczosState, i: int, function: Callable[[Tensor], Tensor], call: str
 ) -> list[Tensor]:
-    """Return the quadrature from half and from a quarter of the steps; from all where the space is invariant."""
+    """Return the quadrature from half and from a quarter of the steps, or from all if the space is invariant."""
     steps, n = state.basis.shape[1:]
     if state.sizes[i] < steps or steps == n:
         fewer = [state.sizes[i]] * 2
@@ -273,7 +272,7 @@ def _estimate(samples: Tensor, matvecs: int, rtol: float | None, eps: float, cal
 
 
 def _error_of_quadrature(full: Tensor, half: Tensor, quarter: Tensor) -> Tensor:
-    """Extrapolate, as if the error fell as a power of the steps; where it falls geometrically, this is too much."""
+    """Extrapolate as if the error fell as a power of the steps. The result is too large if the error falls faster."""
     last, before = (full - half).abs(), (half - quarter).abs()
     ratio = torch.where(last < 0.9 * before, last / before, 0.9)
     return last * ratio / (1 - ratio)

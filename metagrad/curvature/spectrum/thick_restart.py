@@ -1,4 +1,4 @@
-"""Thick-restart Lanczos: a few eigenvectors in bounded memory, and a search for the copies that it cannot see."""
+"""Thick-restart Lanczos: a few eigenvectors in bounded memory, and a search for copies of repeated eigenvalues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metagrad.curvature.spectrum.lanczos import lanczos_step, orthogonalize
 Which = Literal["largest", "smallest", "both", "magnitude"]
 
 MISS = 0.01
-"""The probability, about, with which a copy of a repeated eigenvalue may be missed: that of an unlucky start."""
+"""Approximate probability that a copy of a repeated eigenvalue is missed because of an unlucky start vector."""
 
 
 class KrylovSpace(NamedTuple):
@@ -24,15 +24,15 @@ class KrylovSpace(NamedTuple):
 
     Attributes:
         basis: Orthonormal rows, shape [capacity + 1, n]: ``size`` rows, and the vector to multiply next.
-        projected: The operator in the first ``size`` rows, float64 on the CPU, shape [capacity + 1, capacity + 1];
-            its row ``size`` couples the next vector with the space.
-        size: How many rows were multiplied.
-        locked: How many of them, the first, are Ritz vectors that the others are kept orthogonal to, and that are not
-            changed any more: the wanted ones first, which have converged.
-        coupled: How many of the last rows the operator couples the next vector with, itself among them.
-        scale: The largest norm of a product, or Ritz value, so far: a lower bound of the operator's norm.
-        steps: Products since the last start from a random vector.
-        matvecs: Products in all.
+        projected: The operator in the first ``size`` rows, float64 on the CPU, shape [capacity + 1, capacity + 1].
+            Row ``size`` couples the next vector to the space.
+        size: Number of rows that were multiplied.
+        locked: Number of leading rows that are locked Ritz vectors. They do not change, and the other rows are
+            orthogonal to them. The wanted pairs, which have converged, come first.
+        coupled: Number of trailing rows that the operator couples to the next vector, including the vector itself.
+        scale: Largest norm of a product or Ritz value so far, a lower bound of the operator's norm.
+        steps: Number of products since the last random start vector.
+        matvecs: Total number of products.
     """
 
     basis: Tensor
@@ -46,13 +46,13 @@ class KrylovSpace(NamedTuple):
 
 
 class Subspace(NamedTuple):
-    """Approximate eigenvectors, before their residuals are taken.
+    """Approximate eigenvectors, without their residuals.
 
     Attributes:
-        vectors: Rows, about orthonormal, shape [k, n]; constants.
+        vectors: Approximately orthonormal rows, shape [k, n]. Constants.
         scale: A lower bound of the operator's norm, as in :class:`KrylovSpace`.
-        matvecs: How many products were spent.
-        settled: False where the budget ended the search.
+        matvecs: Number of products.
+        settled: False if the budget ended the search.
     """
 
     vectors: Tensor
@@ -62,12 +62,12 @@ class Subspace(NamedTuple):
 
 
 class RitzPairs(NamedTuple):
-    r"""Approximate eigenpairs in a :class:`KrylovSpace`; the locked ones first.
+    r"""Approximate eigenpairs in a :class:`KrylovSpace`. Locked pairs come first.
 
     Attributes:
         values: Shape [size].
         coordinates: The vectors, columns in the coordinates of the basis, shape [size, size].
-        residuals: :math:`|A y - \theta y|` for each, shape [size].
+        residuals: :math:`|A y - \theta y|` for each pair, shape [size].
     """
 
     values: Tensor
@@ -89,20 +89,21 @@ def thick_restart_lanczos(
 ) -> Subspace:
     r"""Find k eigenvectors.
 
-    The Krylov space of one random vector has one direction only in each eigenspace, so a repeated eigenvalue shows
-    once. When the wanted pairs have converged they are locked, and the search goes on from a new random vector
-    orthogonal to them. What the first vector has missed is orthogonal to all Ritz vectors, so the next ones are
-    locked as well, up to half of the basis: without them the spectrum ends sooner, which takes fewer products to see.
-    They are let go once something is found. The search ends when the new vector would have shown a missed
-    eigenvector: with the component
-    :math:`\delta / \sqrt{n}` along one whose eigenvalue :math:`\lambda` is wanted, the largest Ritz value
-    :math:`\theta` would after j steps be as near as
+    The Krylov space of one random vector has only one direction in each eigenspace, so it shows a repeated eigenvalue
+    once. When the wanted pairs have converged they are locked. The search then continues from a new random vector
+    orthogonal to them. Directions that the first vector missed are orthogonal to all Ritz vectors. Therefore the next
+    pairs are also locked, up to half of the basis. The spectrum that remains is smaller, so its end takes fewer
+    products to see. These pairs are unlocked if a copy is found.
+
+    The search ends when the new vector would have shown a missed eigenvector. Suppose its component along one with a
+    wanted eigenvalue :math:`\lambda` is :math:`\delta / \sqrt{n}`. After j steps, the largest Ritz value
+    :math:`\theta` would satisfy
 
     .. math:: \lambda - \theta \le (\lambda - \lambda_{\min})
         \Big( \frac{\sqrt{n} / \delta}{T_{j-1}(1 + 2 \gamma)} \Big)^2,
         \quad \gamma = \frac{\lambda - \theta}{\theta - \lambda_{\min}}
 
-    (T: Chebyshev polynomials), and it is not. Without ``copies`` there is no search.
+    (T: Chebyshev polynomials). The search ends when it does not. Without ``copies`` there is no search.
 
     References:
         Wu, Simon, "Thick-restart Lanczos method for large symmetric eigenvalue problems", SIAM J. Matrix Anal.
@@ -121,7 +122,7 @@ def thick_restart_lanczos(
         tolerance = rtol * space.scale
         ranks = ranking(pairs.values, which, tolerance * (torch.arange(space.size) < min(space.locked, k)))
         wanted = ranks[:k]
-        # Half: two converged copies that were locked apart may disturb each other by as much again.
+        # Two converged copies that were locked separately may double each other's residual.
         residual = tolerance / 2 if copies else tolerance
         converged = len(wanted) == k and bool((pairs.residuals[wanted] <= residual).all())
         locked = converged and bool((wanted < space.locked).all())
@@ -132,9 +133,9 @@ def thick_restart_lanczos(
         if space.locked > k and not bool((wanted < k).all()):
             found, space = True, _lock(space, pairs, torch.arange(k), generator)
         elif converged and not locked:
-            # Where the basis may become the whole space, the projection on it has to stay exact.
-            beside = 0 if found or max_basis >= operator.shape[0] else max_basis // 2 - k
-            space = _lock(space, pairs, ranks[: k + max(beside, 0)], generator)
+            # If the basis may become the whole space, the projection on it has to stay exact.
+            more = 0 if found or max_basis >= operator.shape[0] else max_basis // 2 - k
+            space = _lock(space, pairs, ranks[: k + max(more, 0)], generator)
         elif full:
             space = _restart(space, pairs, ranks, k)
     vectors = _combine(space.basis[: space.size], pairs.coordinates[:, wanted])
@@ -142,13 +143,16 @@ def thick_restart_lanczos(
 
 
 def ranking(values: Tensor, which: Which, bonus: Tensor | float = 0.0) -> Tensor:
-    """Order from the most wanted to the least; ``bonus`` breaks near ties. Both ends: by turns, the largest first."""
+    """Return indices from the most wanted to the least wanted value.
+
+    For "both", the ends alternate, the largest first. ``bonus`` breaks near ties.
+    """
     if which == "magnitude":
         return torch.argsort(values.abs() + bonus, descending=True, stable=True)
     down = torch.argsort(values + bonus, descending=True, stable=True)
     up = torch.argsort(values - bonus, stable=True)
     if which == "both":
-        turns = torch.stack([down, up], 1).flatten()  # the ends meet in the middle: each index comes twice
+        turns = torch.stack([down, up], 1).flatten()  # the ends meet in the middle, so each index comes twice
         return torch.tensor(list(dict.fromkeys(turns.tolist())), dtype=torch.long)
     return down if which == "largest" else up
 
@@ -159,13 +163,13 @@ def ritz_pairs(space: KrylovSpace) -> RitzPairs:
     values = space.projected.diagonal()[:size].clone()
     coordinates = torch.eye(size, dtype=torch.float64)
     values[locked:], coordinates[locked:, locked:] = linalg.eigh(space.projected[locked:size, locked:size])
-    # Only the newest row, which is never a locked one, is coupled with what lies outside.
+    # Only the newest row, which is never locked, is coupled to vectors outside the space.
     residuals = (space.projected[size, size - 1] * coordinates[-1]).abs()
     return RitzPairs(values, coordinates, residuals)
 
 
 def nothing_missed(space: KrylovSpace, pairs: RitzPairs, k: int, which: Which, tolerance: float) -> bool:
-    """Return whether the search beside the k wanted pairs would have shown another one that is wanted."""
+    """Return whether the search in addition to the k wanted pairs would have shown another wanted one."""
     locked, others = pairs.values[:k], pairs.values[space.locked :]
     residuals = pairs.residuals[space.locked :]
     return others.numel() > 0 and all(
@@ -175,7 +179,7 @@ def nothing_missed(space: KrylovSpace, pairs: RitzPairs, k: int, which: Which, t
 
 
 def _wanted_ends(wanted: Tensor, which: Which) -> list[tuple[int, float]]:
-    """Return (1, t) where eigenvalues above t are wanted, (-1, t) where those below -t are."""
+    """Return the wanted ends of the spectrum as pairs (sign, threshold): sign * eigenvalue is above the threshold."""
     if which == "magnitude":
         return [(sign, float(wanted.abs().min())) for sign in (1, -1)]
     ordered = wanted[ranking(wanted, which)]
@@ -192,7 +196,7 @@ def _end_is_seen(
 ) -> bool:
     largest, smallest = int(values.argmax()), int(values.argmin())
     rest = float(residuals[largest])
-    # One product of a large operator may be small without a missed vector being absent; two more would show it.
+    # One product of a large operator may be small although a vector was missed. Two more products would show it.
     if rest == 0 or (rest <= tolerance and space.steps > 2):
         return float(values[largest]) <= threshold + tolerance
     edge = float(values[largest]) + rest
@@ -241,7 +245,7 @@ def _extend(
 
 
 def _restart(space: KrylovSpace, pairs: RitzPairs, ranks: Tensor, k: int) -> KrylovSpace:
-    """Keep the locked pairs, and of the others the wanted ones and a quarter of the rest."""
+    """Restart from the locked pairs, the wanted pairs, and a quarter of all other pairs."""
     locked, size = space.locked, space.size
     candidates = ranks[ranks >= locked]
     needed = max(k - locked, 1)
@@ -259,7 +263,7 @@ def _restart(space: KrylovSpace, pairs: RitzPairs, ranks: Tensor, k: int) -> Kry
 def _lock(
     space: KrylovSpace, pairs: RitzPairs, keep: Tensor, generator: torch.Generator | None
 ) -> KrylovSpace:
-    """Keep some pairs alone, the wanted ones first, and go on from a new random vector."""
+    """Lock some pairs, the wanted ones first, and continue from a new random vector."""
     _rotate(space.basis, pairs.coordinates[:, keep])
     _project(space, pairs.values[keep])
     k = len(keep)
@@ -273,7 +277,7 @@ def _project(space: KrylovSpace, values: Tensor) -> None:
 
 
 def _rotate(basis: Tensor, coordinates: Tensor) -> None:
-    """Replace the first rows by combinations of rows, a piece of columns at a time: in place, in little memory."""
+    """Replace the first rows by combinations of rows, in place and in pieces of columns to save memory."""
     size, kept = coordinates.shape
     for piece in basis.split(2**16, dim=1):
         piece[:kept] = _combine(piece[:size], coordinates)

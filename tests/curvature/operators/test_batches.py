@@ -139,7 +139,7 @@ def test_one_graph_is_held_at_a_time():
         with StorageMode(ledger := Ledger(torch.device("cpu"))):
             product = G @ torch.ones(31).double()
         peaks.append(ledger.peak)
-        assert ledger.total <= product.nbytes + 64
+        assert ledger.total <= 3 * product.nbytes + 64  # the product, and a pair to compare the next one with
         ledger.close()
     assert peaks[1] <= peaks[0] + 1024
 

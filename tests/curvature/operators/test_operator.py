@@ -307,3 +307,79 @@ def test_a_product_is_six_frames_away():
     w = torch.ones(2, requires_grad=True)
     with mg.hessian((w**3).sum(), {"w": w}) as H:
         assert 0 < len(frames_of(lambda: H @ torch.ones(2))) <= 6
+
+
+class Hooked(nn.Module):
+    """A network whose hidden features have a hook on their gradient."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.first, self.last, self.hook = nn.Linear(3, 4), nn.Linear(4, 3), hook
+
+    def forward(self, x):
+        features = torch.tanh(self.first(x))
+        features.register_hook(self.hook)
+        return self.last(features)
+
+
+HOOKS = {  # whether the gradient stays a linear function of the cotangent
+    "looks": (True, lambda g: None),
+    "scales": (True, lambda g: 0.3 * g),
+    "masks": (True, lambda g: g * torch.tensor([0, 1, 0, 1])),
+    "detaches": (False, lambda g: 0.3 * g.detach()),
+    "clips": (False, lambda g: g.clamp(-1e-3, 1e-3)),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_operators_of_graphs_with_hooks_are_symmetric_or_an_error(hook):
+    is_linear, function = HOOKS[hook]
+    torch.manual_seed(0)
+    model = Hooked(function).double()
+    params = dict(model.named_parameters())
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(3, (6,))
+    cross_entropy = nn.functional.cross_entropy
+    for make in (
+        lambda: mg.ggn(model, cross_entropy, params, (x, y)),
+        lambda: mg.fisher(model, cross_entropy, params, (x, y), kind="empirical"),
+        lambda: mg.hessian(cross_entropy(model(x), y), params),
+        lambda: mg.hessian(lambda p: cross_entropy(torch.func.functional_call(model, p, (x,)), y), params),
+    ):
+        vectors = torch.randn(2, make().shape[0], dtype=torch.float64)
+        for use in (
+            lambda H: H.to_dense(),
+            lambda H: H.multiply(vectors),  # noqa: B023
+            lambda H: [H @ v for v in vectors],  # noqa: B023
+            lambda H: H.trace(method="hutchinson", probes=2),
+        ):
+            if is_linear:
+                use(make())
+            else:
+                with pytest.raises(
+                    ValueError, match=r"H @ v: H is not symmetric: .* A hook or an autograd.Function"
+                ):
+                    use(make())
+
+
+def test_products_of_functions_leave_buffers_alone():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    params, x, y = dict(model.named_parameters()), torch.randn(6, 3), torch.randint(3, (6,))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def predict(params, x):
+        return torch.func.functional_call(model, params, (x,))
+
+    def loss(params, x, y):
+        return nn.functional.cross_entropy(predict(params, x), y)
+
+    v = {name: torch.ones_like(p) for name, p in params.items()}
+    for data in ((x, y), [(x, y), (x, y)]):
+        mg.hessian(loss, params, data) @ v
+        for network in (model, predict):
+            mg.ggn(network, nn.functional.cross_entropy, params, data) @ v
+            mg.fisher(network, nn.functional.cross_entropy, params, data, kind="empirical") @ v
+    mg.hvp(loss, params, v, x, y)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    model(x)
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])
