@@ -70,12 +70,12 @@ def refuse_half(call: str, dtype: torch.dtype) -> None:
 
 def checked_size(call: str, operator: LinearMap) -> int:
     """Return n. Raise unless ``operator`` is an n x n map of floating point numbers."""
-    for name in ("shape", "dtype", "device", "multiply"):
-        if not hasattr(operator, name):
-            raise TypeError(
-                f"{call}: operator must be a linear map with shape, dtype, device and multiply; "
-                f"{type(operator).__name__} has no {name}."
-            )
+    parts = ("shape", "dtype", "device", "multiply")
+    if isinstance(operator, Tensor) or not all(hasattr(operator, name) for name in parts):
+        raise TypeError(
+            f"{call}: operator must be a linear map with {', '.join(parts)}, such as metagrad.hessian(loss, params), "
+            f"got {type(operator).__name__}."
+        )
     shape = tuple(operator.shape) if isinstance(operator.shape, tuple) else (operator.shape,)
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise ValueError(f"{call}: operator must be square and not empty, got shape {shape}.")

@@ -56,7 +56,7 @@ class ImplicitMethod:
         return False
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
-        """Solve for rows with the Hessian. With gradients enabled, the solution is differentiable if the products are.
+        """Solve for rows with the Hessian. The solution is differentiable if the products are.
 
         Args:
             operator: The Hessian, or the Hessians of k tasks if it has ``num_matrices``.

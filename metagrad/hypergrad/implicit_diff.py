@@ -190,7 +190,7 @@ class _TaskHessians:
 
 
 class _Attached(Function):
-    """The minimum. Its derivative with respect to the gradient of the loss there is minus the inverse of the Hessian."""
+    """The minimum. Its derivative with respect to the gradient of the loss is minus the inverse of the Hessian."""
 
     @staticmethod
     def forward(rows: Tensor, slope: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:

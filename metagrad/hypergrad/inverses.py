@@ -119,7 +119,7 @@ class Neumann(ImplicitMethod):
 
 @dataclass(frozen=True)
 class Exact(ImplicitMethod):
-    r"""The dense Hessian and its Cholesky factor, for few parameters. It costs as many products as there are parameters.
+    r"""The dense Hessian and its Cholesky factor, for few parameters. It costs a product for each parameter.
 
     Args:
         damping: The number :math:`\mu` that is added to the diagonal, 0 or more.

@@ -412,51 +412,16 @@ def nan(params, hyper):
 
 
 BAD = {
-    "nan": ((square, nan, POINT, HYPER), {}, ValueError, "nan or inf"),
-    "unused": (
-        (square, lambda p, h: p["w"].square().sum(), POINT, HYPER),
-        {},
-        ValueError,
-        r"neither loss depends on hyper\['lam'\]",
-    ),
-    "constant": (
-        (lambda p, h: torch.zeros(()), indefinite, POINT, HYPER),
-        {},
-        ValueError,
-        "outer_loss depends neither on params nor on hyper",
-    ),
-    "vector": (
-        (square, lambda p, h: p["w"], POINT, HYPER),
-        {},
-        ValueError,
-        r"inner_loss\(params, hyper\) must return one real number, got \(2,\)",
-    ),
-    "integers": (
-        (square, indefinite, POINT, {"lam": torch.tensor(1)}),
-        {},
-        TypeError,
-        r"hyper\['lam'\] must be a floating point tensor, got torch.int64",
-    ),
-    "nothing": ((square, indefinite, POINT, {}), {}, ValueError, "hyper holds no tensor"),
-    "not in the inner loss": (
-        (square, lambda p, h: h["lam"] * p["w"].square().sum(), {**POINT, "b": POINT["w"]}, HYPER),
-        {},
-        ValueError,
-        r"does not depend on params\['b'\]",
-    ),
-    "a class": (
-        (square, indefinite, POINT, HYPER),
-        {"method": hypergrad.CG},
-        TypeError,
-        r"expected a method such as hypergrad.CG\(steps=20\)",
-    ),
+    "nan or inf": (nan, POINT),
+    r"inner_loss\(params, hyper\) must return a real scalar, got \(2,\)": (lambda p, h: p["w"], POINT),
+    r"does not depend on params\['b'\]": (indefinite, {**POINT, "b": POINT["w"]}),
 }
 
 
-def test_bad_input_is_an_error_that_says_what_to_change():
-    for arguments, options, error, message in BAD.values():
-        with pytest.raises(error, match=message):
-            mg.hypergradient(*arguments, **options)
+def test_bad_inner_losses():
+    for message, (inner, params) in BAD.items():
+        with pytest.raises(ValueError, match=message):
+            mg.hypergradient(square, inner, params, HYPER)
 
 
 WITHOUT_TAPE = [
@@ -474,21 +439,6 @@ def test_what_is_not_exact_is_not_differentiated():
             found_by(method, problem, create_graph=True)
 
 
-def test_impossible_numbers_are_refused():
-    for make, message in [
-        (lambda: hypergrad.CG(steps=0), r"CG\(steps\): expected an int of 1 or more, got 0"),
-        (lambda: hypergrad.CG(damping=-1.0), r"CG\(..., damping\): expected a number of 0 or more"),
-        (lambda: hypergrad.Neumann(scale=0.0), r"Neumann\(scale\): expected a number above 0"),
-        (lambda: hypergrad.Nystrom(damping=0.0), r"Nystrom\(..., damping\): expected a number above 0"),
-        (lambda: hypergrad.FirstOrder(-1.0), r"FirstOrder\(scale\): expected a number of 0 or more"),
-        (lambda: hypergrad.Unroll(RULE, 0), r"Unroll\(..., steps\): expected an int of 1 or more"),
-        (lambda: hypergrad.Unroll(RULE, 2, truncate=3), r"truncate\): expected None or 1 to steps=2"),
-        (lambda: hypergrad.FiniteDifference(-1.0), r"FiniteDifference\(lr\): expected a number of 0 or more"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            make()
-
-
 def test_a_table_with_sparse_gradients_is_refused():
     for method in [hypergrad.CG(), hypergrad.Unroll(RULE, 1), hypergrad.FiniteDifference(0.1)]:
 
@@ -503,7 +453,7 @@ def test_a_table_with_sparse_gradients_is_refused():
 
 def test_inside_a_transform_it_is_refused():
     problem = ridge()
-    with pytest.raises(ValueError, match=r"inside a torch.func transform there is no tape"):
+    with pytest.raises(ValueError, match=r"inside a torch.func transform there is no autograd graph"):
         torch.func.grad(
             lambda lam: mg.hypergradient(problem.outer, problem.inner, problem.params, {"log_penalty": lam})[
                 "log_penalty"

@@ -127,41 +127,13 @@ def test_an_indefinite_hessian_names_its_task():
         found["phi"].sum().backward()
 
 
-def square(params):
-    return params["phi"].square().sum()
-
-
-def test_bad_input_is_refused():
-    for inner, method, error, message in [
-        (
-            square,
-            hypergrad.Unroll(mg.optim.rules.sgd(lr=0.1), 1),
-            TypeError,
-            "expected an implicit method, CG",
-        ),
-        (square, hypergrad.FirstOrder(), ValueError, "treats the minimum as a constant"),
-        (lambda p: p["phi"] ** 2 * torch.ones(2, 2), hypergrad.CG(), ValueError, r"got \(2, 2\)"),
-        (lambda p: p["phi"].square().sum() * torch.ones(3), hypergrad.CG(), ValueError, "there are 3 losses"),
-        (lambda p: torch.zeros(()), hypergrad.CG(), ValueError, "with a graph"),
-        (torch.ones(()), hypergrad.CG(), TypeError, "inner_loss must be a function"),
+def test_bad_losses():
+    for inner, message in [
+        (lambda p: p["phi"].square().sum() * torch.ones(3), "there are 3 losses"),
+        (lambda p: torch.zeros(()), "with a graph"),
     ]:
-        with pytest.raises(error, match=message):
-            implicit_diff(inner, {"phi": torch.ones(2)}, method=method)
-
-
-def test_parameters_that_are_none_are_refused():
-    for params, error, message in [
-        ({}, ValueError, r"implicit_diff\(inner_loss, params\): there are no parameters"),
-        ((torch.ones(2),), TypeError, "expected a dict of parameters by name.*got tuple"),
-        ({"phi": torch.arange(2)}, TypeError, "'phi' must be strided and real floating point, got .*int64"),
-        (
-            {"phi": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)},
-            ValueError,
-            "must have one dtype, got torch.float32 of 'phi' and torch.float64 of 'b'",
-        ),
-    ]:
-        with pytest.raises(error, match=message):
-            implicit_diff(square, params, method=hypergrad.CG())
+        with pytest.raises(ValueError, match=message):
+            implicit_diff(inner, {"phi": torch.ones(2)}, method=hypergrad.CG())
 
 
 @pytest.mark.parametrize("size", [1e-5, 2e4])
@@ -197,7 +169,7 @@ def test_transforms_of_torch_func_are_refused():
         found = implicit_diff(lambda p: (p["phi"] - lam) ** 2, {"phi": torch.ones(())}, method=hypergrad.CG())
         return found["phi"]
 
-    with pytest.raises(ValueError, match="transform there is no tape"):
+    with pytest.raises(ValueError, match="transform there is no autograd graph"):
         torch.func.grad(value)(torch.ones(()))
 
 

@@ -146,7 +146,7 @@ def spend(estimator: Estimator, budget: int, rtol: float | None, least: int = 1)
 
 
 def is_tight(estimate: Estimate, rtol: float) -> bool:
-    """Return whether the half-width at 95 % is within rtol times the value. Vectors are compared by Euclidean norms."""
+    """Return whether the half-width at 95 % is within rtol times the value, by Euclidean norms."""
     value = estimate.value.detach()
     half_width = estimate.interval(LEVEL)[1].detach() - value
     return bool(linalg.vector_norm(half_width) <= rtol * linalg.vector_norm(value))

@@ -125,25 +125,3 @@ def test_differentiable_as_the_products_are(method, distribution):
         ).value
 
     assert mg.gradcheck(value, (root,), order=2, directions=2)
-
-
-def test_bad_arguments():
-    operator = MatrixMap(torch.eye(5))
-    with pytest.raises(ValueError, match='method must be "hutchinson" or "xdiag", got \'hutch'):
-        diagonal(operator, method="hutch++")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r'method="hutchinson"\): probes must be at least 1, got 0'):
-        diagonal(operator, probes=0)
-    with pytest.raises(ValueError, match=r'method="xdiag"\): probes must be at least 2, got 1'):
-        diagonal(operator, method="xdiag", probes=1)
-    with pytest.raises(ValueError, match="rtol must be positive"):
-        diagonal(operator, rtol=-1.0)
-    with pytest.raises(ValueError, match="distribution must be one of"):
-        diagonal(operator, distribution="cauchy")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="chunk must be bytes"):
-        diagonal(operator, chunk="all")
-    with pytest.raises(TypeError, match='method="xdiag" needs an orthonormal basis'):
-        diagonal(MatrixMap(torch.eye(5, dtype=torch.bfloat16)), method="xdiag")
-    with pytest.raises(
-        ValueError, match=r"diagonal\(operator, \.\.\.\): a product of the operator has NaN or inf"
-    ):
-        diagonal(MatrixMap(torch.full((5, 5), torch.nan)))

@@ -323,31 +323,6 @@ def test_a_derivative_that_does_not_exist_is_an_error(method):
 # Errors
 
 
-def test_bad_arguments():
-    operator = MatrixMap(torch.eye(5))
-    with pytest.raises(ValueError, match=r'method must be one of "auto", "exact", .* got \'lanczos\''):
-        trace(operator, method="lanczos")  # type: ignore[arg-type]
-    for method, least in {"auto": 1, "hutchinson": 1, **{m: c.least for m, c in CASES.items()}}.items():
-        with pytest.raises(ValueError, match=rf"probes must be at least {least}, got {least - 1}"):
-            trace(operator, method=method, probes=least - 1)  # type: ignore[arg-type]
-        trace(operator, method=method, probes=least)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r'method="xtrace"\): probes must be an integer, got 2.5'):
-        trace(operator, method="xtrace", probes=2.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"rtol must be positive and finite, such as 0\.02, got 0"):
-        trace(operator, rtol=0)
-    with pytest.raises(ValueError, match="distribution must be one of"):
-        trace(operator, distribution="cauchy")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="chunk must be bytes"):
-        trace(operator, chunk="all")
-    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None, got int"):
-        trace(operator, generator=0)  # type: ignore[arg-type]
-    for method in SKETCHING:
-        with pytest.raises(
-            TypeError, match=rf'method="{method.replace("+", "[+]")}" needs an orthonormal basis'
-        ):
-            trace(MatrixMap(torch.eye(5, dtype=torch.bfloat16)), method=method)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_product_that_is_not_finite_is_an_error(method):
     matrix = torch.eye(9)

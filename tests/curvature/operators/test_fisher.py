@@ -219,9 +219,8 @@ def test_batch_norm_in_training_couples_data_and_is_no_hindrance():
 
 def test_bad_input():
     for match, change in [
-        ("kind must be one of exact, sampled, empirical, got 'true'", {"kind": "true"}),
         (
-            "what the model returned has nan",
+            "the output of the model has nan",
             {
                 "model": lambda p, x: p["0.weight"][:, 0] * torch.nan,
                 "params": {"0.weight": torch.ones(6, 2)},
@@ -229,9 +228,8 @@ def test_bad_input():
                 "kind": "sampled",
             },
         ),
-        ("samples must be 1 or more, got 0", {"kind": "sampled", "samples": 0}),
-        ("the loss is no likelihood that is known", {"loss_fn": lambda z, y: 2 * F.cross_entropy(z, y)}),
-        ("no likelihood", {"loss_fn": lambda z, y: 2 * F.cross_entropy(z, y), "kind": "sampled"}),
+        ("the loss is not a known likelihood", {"loss_fn": lambda z, y: 2 * F.cross_entropy(z, y)}),
+        ("not a known likelihood", {"loss_fn": lambda z, y: 2 * F.cross_entropy(z, y), "kind": "sampled"}),
         (
             "must be said whether it is the mean",
             {"loss_fn": lambda z, y: 2 * F.cross_entropy(z, y), "kind": "empirical"},

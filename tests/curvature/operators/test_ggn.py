@@ -331,27 +331,14 @@ def test_the_graph_is_freed_after_an_exception():
 
 
 def test_bad_input():
-    for error, match, change in [
-        (ValueError, r"must be a pair \(x, y\).*got a Tensor", {"data": torch.ones(3)}),
-        (ValueError, r"got a tuple of 3", {"data": (1, 2, 3)}),
-        (ValueError, "must have one element", {"loss_fn": lambda z, y: z}),
-        (TypeError, "must be a tensor, got float", {"loss_fn": lambda z, y: 1.0}),
-        (ValueError, "has no graph", {"loss_fn": lambda z, y: F.cross_entropy(z.detach(), y)}),
-        (ValueError, "has no parameters named 'x'", {"params": {"x": torch.ones(1)}}),
-        (ValueError, "chunk must be", {"chunk": "much"}),
-        (TypeError, "real floating point", {"params": {"0.weight": torch.ones(2, dtype=torch.long)}}),
-        (TypeError, "consumed by one pass", {"data": iter([1])}),
-        (ValueError, "nan", {"data": (torch.full((2, 3), torch.nan), torch.tensor([0, 1]))}),
+    for match, change in [
+        ("has no graph", {"loss_fn": lambda z, y: F.cross_entropy(z.detach(), y)}),
+        ("nan", {"data": (torch.full((2, 3), torch.nan), torch.tensor([0, 1]))}),
     ]:
         model, x, y = mlp()
-        given = {
-            "model": model, "loss_fn": F.cross_entropy, "params": dict(model.named_parameters()),
-            "data": (x.float(), y), **change,
-        }  # fmt: skip
-        with pytest.raises(error, match=match):
-            ggn(
-                given.pop("model"), given.pop("loss_fn"), given.pop("params"), given.pop("data"), **given
-            ) @ torch.ones(31)
+        given = {"loss_fn": F.cross_entropy, "data": (x.float(), y), **change}
+        with pytest.raises(ValueError, match=match):
+            ggn(model, given["loss_fn"], dict(model.named_parameters()), given["data"]) @ torch.ones(31)
 
 
 def test_a_loss_beside_the_output_has_no_part_in_the_matrix():

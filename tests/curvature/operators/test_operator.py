@@ -97,7 +97,7 @@ def test_only_operators_on_the_same_parameters_add():
         ValueError, match=r"A \+ B: A and B must be on the same parameters.*a.w, b.* and .*c\)"
     ):
         Dense(A) + other
-    with pytest.raises(ValueError, match=r"c \* H: c must be one number, got a tensor of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"c \* H: c must be a scalar, got a tensor of shape \(2,\)"):
         Dense(A) * torch.ones(2)
     for operation in (lambda: Dense(A) + 1.0, lambda: Dense(A) - 1.0, lambda: Dense(A) * None):
         with pytest.raises(TypeError, match="unsupported operand"):

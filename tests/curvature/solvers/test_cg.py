@@ -133,8 +133,3 @@ def test_martens_rule_stops(spectrum, epsilon):
     assert last > (11 if epsilon > 1e-5 else 110)
     assert stops(last)
     assert not any(stops(i) for i in range(max(12, last - 5), last))
-
-
-def test_options_are_checked():
-    with pytest.raises(ValueError, match=r"CG\(progress\): expected None or a number above 0, got -1"):
-        CG(progress=-1.0)

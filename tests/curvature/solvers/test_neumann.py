@@ -68,10 +68,3 @@ def test_the_scale_is_estimated_from_below_two_over_the_largest_eigenvalue():
         )
         assert solution.result in (Result.MAX_STEPS, Result.CONVERGED)
         assert operator.matvecs == solution.stats.matvecs
-
-
-def test_arguments_are_checked():
-    with pytest.raises(ValueError, match=r"Neumann\(scale\): expected a number above 0, or None, got -1"):
-        Neumann(scale=-1)
-    with pytest.raises(ValueError, match="the series has no preconditioner"):
-        solve(MatrixMap(torch.eye(2)), torch.ones(2), method="neumann", preconditioner=torch.ones(2))

@@ -108,28 +108,3 @@ def test_grid_and_repr():
     assert len(phi.grid()) == 33
     assert phi(torch.ones(2, 3)).value.shape == (2, 3)
     assert repr(phi) == "density of 2 eigenvalues from 1 to 3 (1 probe, 2 products)"
-
-
-BAD = [
-    ({"probes": 0}, "probes must be at least 1, got 0"),
-    ({"steps": 0}, "steps must be at least 1, got 0"),
-    ({"sigma": 0.0}, r"sigma must be positive, got 0\.0"),
-    ({"sigma": float("nan")}, "sigma must be positive, got nan"),
-    ({"distribution": "cauchy"}, "distribution must be one of"),
-]
-
-
-def test_bad_arguments():
-    for arguments, message in BAD:
-        with pytest.raises(ValueError, match=rf"spectral_density\(operator\): {message}"):
-            spectral_density(MatrixMap(torch.eye(4)), **arguments)
-
-
-def test_bad_arguments_of_a_density():
-    phi = spectral_density(MatrixMap(torch.eye(4)), probes=2)
-    with pytest.raises(ValueError, match=r"density\.grid\(num_points\): expected at least 2, got 1"):
-        phi.grid(1)
-    with pytest.raises(TypeError, match=r"density\(grid\): expected floating point, got torch\.int64"):
-        phi(torch.arange(3))
-    with pytest.raises(ValueError, match=r"density\.moment\(degree\): degree must be at least 0, got -1"):
-        phi.moment(-1)

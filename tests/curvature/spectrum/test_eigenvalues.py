@@ -186,30 +186,6 @@ def test_the_second_derivative_is_refused():
         torch.autograd.grad((first**2).sum(), x)
 
 
-BAD = [
-    ({"k": 0}, r"the operator is 10 x 10, so k must be from 1 to 10, got 0\."),
-    ({"k": 11}, r"the operator is 10 x 10, so k must be from 1 to 10, got 11\."),
-    ({"which": "top"}, "which must be one of largest, smallest, both, magnitude, got 'top'"),
-    ({"rtol": -1.0}, r"rtol must be at least 0 and less than 1, got -1\.0"),
-    ({"rtol": float("nan")}, "rtol must be at least 0"),
-    ({"max_basis": 3}, r"max_basis must be at least k \+ 2 = 4, got 3"),
-    ({"max_matvecs": 3}, "max_matvecs must be at least 4 for k = 2, got 3"),
-]
-
-
-def test_bad_arguments():
-    for arguments, message in BAD:
-        with pytest.raises(ValueError, match=message):
-            eigenvalues(MatrixMap(torch.eye(10)), **{"k": 2, **arguments})
-
-
-def test_arguments_of_another_type():
-    with pytest.raises(TypeError, match="k must be an int, got float"):
-        eigenvalues(MatrixMap(torch.eye(10)), 2.0)
-    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator"):
-        eigenvalues(MatrixMap(torch.eye(10)), 2, generator=3)
-
-
 def test_products_that_are_not_finite_or_not_symmetric():
     dense = torch.diag(torch.arange(10.0))
     dense[3, 3] = float("nan")
