@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +16,9 @@ from metagrad import curvature, hypergrad
 
 NET, X, Y = nn.Linear(3, 2), torch.randn(4, 3), torch.randn(4, 2)
 PARAMS, BATCH = dict(NET.named_parameters()), (X, Y)
-W, THREE, INF = torch.ones(3, requires_grad=True), torch.ones(3), float("inf")
+W, THREE = torch.ones(3, requires_grad=True), torch.ones(3)
 CG, DICT, AT, LAM = hypergrad.CG(), {"w": W}, {"phi": torch.tensor(3.0)}, {"lam": torch.tensor(3.0)}
 SGD = mg.optim.rules.sgd(lr=0.1)
-UNROLL = hypergrad.Unroll(SGD, steps=1)
 
 
 def cube(params, *batch):
@@ -34,266 +34,178 @@ def outer(params, hyper):
 
 
 def operator(**change):
-    made = {
-        "shape": (3, 3),
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "multiply": lambda rows: 2 * rows,
-    }
+    made = {"shape": (3, 3), "dtype": torch.float32, "device": torch.device("cpu"), "multiply": torch.clone}
     return SimpleNamespace(**{**made, **change})
 
 
-def hessian(loss=cube, params=DICT, *data, **options):
-    return mg.hessian(loss, params, *data, **options)
+MAP = operator()
 
 
-def ggn(model=NET, loss_fn=F.mse_loss, params=PARAMS, data=BATCH, **options):
-    return mg.ggn(model, loss_fn, params, data, **options)
-
-
-def fisher(model=NET, loss_fn=F.mse_loss, params=PARAMS, data=BATCH, **options):
-    return mg.fisher(model, loss_fn, params, data, **options)
-
-
-def solve(b=THREE, on=None, **options):
-    return curvature.solve(operator() if on is None else on, b, **options)
-
-
-def hypergradient(outer=outer, inner=inner, params=AT, hyper=LAM, **options):
-    return mg.hypergradient(outer, inner, params, hyper, **options)
-
-
-def bilevel(outer=outer, inner_loss=inner, params=AT, hyper=LAM, **options):
-    options = {"inner": SGD, "outer": SGD, "steps": 1, "inner_steps": 1, **options}
-    return mg.bilevel(outer, inner_loss, params, hyper, **options)
-
-
-def implicit_diff(inner=lambda params: params["phi"] ** 2, params=AT, method=CG):
-    return hypergrad.implicit_diff(inner, params, method=method)
-
-
-def unrolled(rule):
-    return hypergradient(method=hypergrad.Unroll(rule, steps=1))
+def hessian(loss=cube, params=DICT, data=None, **options):
+    return mg.hessian(loss, params, data, **options)
 
 
 def product(v):
     return hessian() @ v
 
 
-lazy = nn.LazyLinear(2)
-density, trace_of, draw = curvature.spectral_density, curvature.trace_of, curvature.sample_probes
+def block(name):
+    return hessian()[name]
+
+
+def ggn(model=NET, loss_fn=F.mse_loss, params=PARAMS, data=BATCH, **options):
+    return mg.ggn(model, loss_fn, params, data, **options)
+
+
+def fisher(loss_fn=F.mse_loss, **options):
+    return mg.fisher(NET, loss_fn, PARAMS, BATCH, **options)
+
+
+def on(function, *arguments):
+    """Apply a function of ``curvature`` to an operator, or to something in its place."""
+    return lambda map=MAP, **options: function(map, *arguments, **options)
+
+
+def solve(b=THREE, map=MAP, **options):
+    return curvature.solve(map, b, **options)
+
+
+def hypergradient(outer=outer, inner=inner, params=AT, hyper=LAM, **options):
+    return mg.hypergradient(outer, inner, params, hyper, **options)
+
+
+def unrolled(rule):
+    return hypergradient(method=hypergrad.Unroll(rule, steps=1))
+
+
+def implicit_diff(inner=lambda params: params["phi"] ** 2, params=AT, method=CG):
+    return hypergrad.implicit_diff(inner, params, method=method)
+
+
+def bilevel(inner_loss=inner, params=AT, **options):
+    options = {"inner": SGD, "outer": SGD, "steps": 1, "inner_steps": 1, **options}
+    return mg.bilevel(outer, inner_loss, params, LAM, **options)
+
+
+def each(function, /, **values):
+    """Return calls with one wrong argument each."""
+    return [partial(function, **{name: value}) for name, several in values.items() for value in several]
+
+
+lazy, NAN = nn.LazyLinear(2), float("nan")
+LAZY = dict(lazy.named_parameters())
+density, draw, nystrom = curvature.spectral_density, curvature.sample_probes, curvature.nystrom
+MAPS = [torch.eye(3), None, *(operator(shape=shape) for shape in ((3, 2), 3))]
+MAPS += [operator(dtype=torch.int64), operator(dtype="float32")]
+MAPS += [operator(multiply=lambda rows: rows[:, :2]), operator(multiply=lambda rows: None)]
+HALF = [operator(dtype=torch.bfloat16)]
 
 # How the errors begin, and the calls.
 CALLS = {
     "hessian(loss, params): ": [
-        lambda: hessian("loss"),
-        lambda: hessian(params=[W]),
-        lambda: hessian(params=NET.parameters()),
-        lambda: hessian(params={}),
-        lambda: hessian(params={"w": None}),
-        lambda: hessian(params={"w": torch.ones(3, dtype=torch.long)}),
-        lambda: hessian(params={"w": W, "v": W.double()}),
-        lambda: hessian(params=dict(lazy.named_parameters())),
-        lambda: hessian(lambda params: 1.0),
-        lambda: hessian(lambda params: params["w"] ** 2),
-        lambda: hessian(lambda params: (params["w"] * 1j).sum()),
-        lambda: hessian(lambda params: torch.ones(())),
-        lambda: hessian(W.detach().sum()),
-        lambda: hessian(W.sin().sum(), DICT, BATCH),
-        lambda: hessian(W.sin().sum(), {"a": W, "b": W}),
-        lambda: hessian(chunk=-1),
-        lambda: hessian(cube, DICT, [(X,), (X,)], reduction="avg"),
-        lambda: hessian(cube, DICT, iter([BATCH])),
+        *each(hessian, params=[[W], NET.parameters(), {}, {"w": None}, {"w": THREE.long()}, LAZY]),
+        *each(hessian, params=[{"w": W, "v": W.double()}], chunk=[-1], data=[iter([BATCH])]),
+        *each(hessian, loss=["loss", lambda p: 1.0, lambda p: p["w"] ** 2, lambda p: (p["w"] * 1j).sum()]),
+        *each(hessian, loss=[lambda p: torch.ones(()), W.detach().sum()]),
+        partial(hessian, W.sin().sum(), DICT, BATCH),
+        partial(hessian, W.sin().sum(), {"a": W, "b": W}),
+        partial(hessian, data=[(X,), (X,)], reduction="avg"),
     ],
     "H @ v: ": [
-        lambda: product(torch.ones(2)),
-        lambda: product(torch.ones(3, 1, 1)),
-        lambda: product("v"),
-        lambda: product([1.0, 2.0, 3.0]),
-        lambda: product({"v": THREE}),
-        lambda: product({"w": torch.ones(2)}),
-        lambda: product({"w": 1.0}),
+        *each(product, v=[torch.ones(2), torch.ones(3, 1, 1), "v", [1.0]]),
+        *each(product, v=[{"v": THREE}, {"w": torch.ones(2)}, {"w": 1.0}]),
     ],
-    "H.multiply(vectors): ": [lambda: product(THREE.double()), lambda: product(THREE.long())],
-    "H[": [lambda: hessian()["v"], lambda: hessian()[0]],
+    "H.multiply(vectors): ": each(product, v=[THREE.double(), THREE.long()]),
+    "H[": each(block, name=["v", 0]),
     "c * H: ": [lambda: hessian() * THREE],
     "H.preconditioned(root): ": [lambda: hessian().preconditioned(2.0)],
     "H.solve(b): ": [lambda: hessian().solve({"v": THREE})],
     "ggn(model, loss_fn, params, data): ": [
-        lambda: ggn("model"),
-        lambda: ggn(nn.Linear),
-        lambda: ggn(loss_fn="mse"),
-        lambda: ggn(params={"q": W}),
-        lambda: ggn(params={"weight": torch.ones(5, 5)}),
-        lambda: ggn(lazy, params=dict(lazy.named_parameters())),
-        lambda: ggn(data=X),
-        lambda: ggn(data=None),
-        lambda: ggn(data=[(X, Y, Y)]),
-        lambda: ggn(data=[BATCH], reduction=3),
-        lambda: ggn(loss_fn=lambda z, y: z),
-        lambda: ggn(lambda params, x: x[:, :2], params=PARAMS),
+        *each(ggn, model=["model", nn.Linear, lambda params, x: x[:, :2]], loss_fn=["mse", lambda z, y: z]),
+        *each(ggn, params=[{"q": W}, {"weight": torch.ones(5, 5)}], data=[X, None, [(X, Y, Y)]]),
+        partial(ggn, lazy, params=LAZY),
+        partial(ggn, data=[BATCH], reduction=3),
     ],
     "fisher(model, loss_fn, params, data): ": [
-        lambda: fisher(kind="true"),
-        lambda: fisher(kind=None),
-        lambda: fisher(loss_fn=F.l1_loss),
-        lambda: fisher(kind="sampled", samples=0),
-        lambda: fisher(kind="sampled", samples=2.5),
+        *each(fisher, kind=["true", None], loss_fn=[F.l1_loss]),
+        *each(partial(fisher, kind="sampled"), samples=[0, 2.5]),
     ],
     "trace(operator, ...": [
-        lambda: curvature.trace(torch.eye(3)),
-        lambda: curvature.trace(None),
-        lambda: curvature.trace(operator(shape=(3, 2))),
-        lambda: curvature.trace(operator(shape=3)),
-        lambda: curvature.trace(operator(dtype=torch.int64)),
-        lambda: curvature.trace(operator(dtype="float32")),
-        lambda: curvature.trace(operator(multiply=lambda rows: rows[:, :2])),
-        lambda: curvature.trace(operator(multiply=lambda rows: None)),
-        lambda: curvature.trace(operator(), method="hutch"),
-        lambda: curvature.trace(operator(), method=["hutchinson"]),
-        lambda: curvature.trace(operator(), probes=0),
-        lambda: curvature.trace(operator(), probes=2.5),
-        lambda: curvature.trace(operator(), method="xtrace", probes=1),
-        lambda: curvature.trace(operator(), method="hutch++", probes=2),
-        lambda: curvature.trace(operator(), rtol=INF),
-        lambda: curvature.trace(operator(), rtol="1 %"),
-        lambda: curvature.trace(operator(), distribution="gauss"),
-        lambda: curvature.trace(operator(), generator=0),
-        lambda: curvature.trace(operator(), method="hutchinson", chunk="all"),
-        lambda: curvature.trace(operator(dtype=torch.bfloat16), method="xtrace"),
+        *each(on(curvature.trace), map=MAPS, method=["hutch", ["hutchinson"]], probes=[0, 2.5], rtol=[0, "1 %"]),
+        *each(on(curvature.trace), distribution=["gauss"], generator=[0]),
+        *each(partial(on(curvature.trace), method="hutchinson"), chunk=["all"]),
+        *each(partial(on(curvature.trace), method="xtrace"), probes=[1], map=HALF),
+        *each(partial(on(curvature.trace), method="hutch++"), probes=[2], map=HALF),
     ],
     "diagonal(operator, ...": [
-        lambda: curvature.diagonal(torch.eye(3)),
-        lambda: curvature.diagonal(operator(), method="exact"),
-        lambda: curvature.diagonal(operator(), method="xdiag", probes=1),
-        lambda: curvature.diagonal(operator(), rtol=-1.0),
-        lambda: curvature.diagonal(operator(), chunk="all"),
-        lambda: curvature.diagonal(operator(dtype=torch.bfloat16), method="xdiag"),
+        *each(on(curvature.diagonal), map=MAPS, method=["exact"], rtol=[-1.0], chunk=["all"]),
+        *each(partial(on(curvature.diagonal), method="xdiag"), probes=[1], map=HALF),
     ],
     "eigenvalues(operator, k): ": [
-        lambda: curvature.eigenvalues(torch.eye(3), 1),
-        *(lambda k=k: curvature.eigenvalues(operator(), k) for k in (0, 4, 1.5, "3")),
-        lambda: curvature.eigenvalues(operator(), 1, which="LA"),
-        *(lambda r=rtol: curvature.eigenvalues(operator(), 1, rtol=r) for rtol in (2, -1, float("nan"), "1")),
-        *(lambda m=most: curvature.eigenvalues(operator(), 1, max_basis=m) for most in (1, 2.5)),
-        lambda: curvature.eigenvalues(operator(), 1, max_matvecs=1),
-        lambda: curvature.eigenvalues(operator(), 1, generator=3),
+        *each(partial(curvature.eigenvalues, MAP), k=[0, 4, 1.5, "3"]),
+        *each(on(curvature.eigenvalues, 1), map=MAPS, which=["LA"], rtol=[2, -1, NAN, "1"], max_basis=[1, 2.5]),
+        *each(on(curvature.eigenvalues, 1), max_matvecs=[1], generator=[3]),
     ],
-    "spectral_density(operator): ": [
-        lambda: density(torch.eye(3)),
-        *(lambda s=sigma: density(operator(), sigma=s) for sigma in (0, float("nan"), "a")),
-        lambda: density(operator(), steps=1.5),
-        lambda: density(operator(), probes=0),
-    ],
+    "spectral_density(operator): ": each(on(density), map=MAPS, sigma=[0, NAN, "a"], steps=[1.5], probes=[0]),
     "density": [
-        lambda: density(operator())(torch.arange(3)),
-        lambda: density(operator())(3.0),
-        lambda: density(operator()).grid(1),
-        lambda: density(operator()).moment(-1),
+        *each(density(MAP), grid=[torch.arange(3), 3.0]),
+        *each(density(MAP).grid, num_points=[1]),
+        *each(density(MAP).moment, degree=[-1]),
     ],
     "trace_of(operator, function): ": [
-        lambda: trace_of(operator(), "sqrt"),
-        lambda: trace_of(operator(), lambda values: None),
-        lambda: trace_of(operator(), torch.sqrt, steps=0),
-        lambda: trace_of(operator(), torch.sqrt, rtol=0.0),
-        lambda: trace_of(operator(), torch.sqrt, distribution="cauchy"),
-        lambda: trace_of(operator(), torch.sqrt, chunk="much"),
+        *each(partial(curvature.trace_of, MAP), function=["sqrt", lambda values: None]),
+        *each(on(curvature.trace_of, torch.sqrt), map=MAPS, steps=[0], rtol=[0.0], distribution=["cauchy"]),
     ],
-    "log_determinant(operator): ": [
-        lambda: curvature.log_determinant(torch.eye(3)),
-        *(lambda d=d: curvature.log_determinant(operator(), damping=d) for d in (-1, float("nan"), "a")),
-        lambda: curvature.log_determinant(operator(), steps=0),
-    ],
-    "nystrom(": [
-        *(lambda r=rank: curvature.nystrom(operator(), rank=r) for rank in (0, 9, "a")),
-        lambda: curvature.nystrom(operator(), damping=-1.0),
-    ],
-    "Nystrom.inverse(damping): ": [
-        lambda: curvature.nystrom(operator(), rank=2).inverse(0.0),
-        lambda: curvature.nystrom(operator(), rank=2).inverse("a"),
-    ],
+    "log_determinant(operator): ": each(on(curvature.log_determinant), map=MAPS, damping=[-1, NAN, "a"], steps=[0]),
+    "nystrom(": each(on(nystrom), map=MAPS + HALF, rank=[0, 9, "a"], damping=[-1.0]),
+    "Nystrom.inverse(damping): ": each(nystrom(MAP, rank=2).inverse, damping=[0.0, "a"]),
     "solve(": [
-        lambda: solve(on=torch.eye(3)),
-        lambda: solve(on=operator(shape=(2, 3))),
-        lambda: solve(on=operator(multiply=lambda rows: rows.sum(1)), check_symmetry=False),
-        lambda: solve(torch.ones(2)),
-        lambda: solve(torch.ones(1, 1, 3)),
-        lambda: solve([1.0, 1.0, 1.0]),
-        lambda: solve(THREE.double()),
-        lambda: solve(torch.ones(3, device="meta")),
-        lambda: solve(THREE / 0),
-        *(lambda m=method: solve(method=m) for method in ("lu", None, curvature.solvers.cg.CG, "pcg")),
-        lambda: solve(method="cg", preconditioner=THREE),
-        lambda: solve(method="neumann", preconditioner=THREE),
-        *(lambda r=rtol: solve(rtol=r) for rtol in (-1, float("nan"), "a")),
-        lambda: solve(atol=-1.0),
-        *(lambda n=steps: solve(max_steps=n) for steps in (0, 2.5)),
-        lambda: solve(order=0),
-        *(lambda d=d: solve(damping=d) for d in (-0.1, INF, 1j, torch.ones(2))),
-        *(lambda p=p: solve(preconditioner=p) for p in (2.0, torch.ones(2), lambda rows: rows[:, :1])),
-        lambda: solve(x0=torch.ones(2)),
-        lambda: solve(x0=THREE / 0),
-        lambda: solve(method="dense", on=operator(dtype=torch.float16), b=THREE.half()),
+        *each(solve, map=MAPS, b=[torch.ones(2), torch.ones(1, 1, 3), [1.0], THREE.double(), THREE / 0]),
+        *each(solve, b=[torch.ones(3, device="meta")], method=["lu", None, curvature.solvers.cg.CG, "pcg"]),
+        *each(solve, rtol=[-1, NAN, "a"], atol=[-1.0], max_steps=[0, 2.5], order=[0], x0=[torch.ones(2), THREE / 0]),
+        *each(solve, damping=[-0.1, float("inf"), 1j, torch.ones(2)]),
+        *each(solve, preconditioner=[2.0, torch.ones(2), lambda rows: rows[:, :1]]),
+        *each(partial(solve, preconditioner=THREE), method=["cg", "neumann", "dense"]),
+        partial(solve, THREE.bfloat16(), *HALF, method="dense"),
     ],
     "sample_probes(": [
-        *(lambda n=count: draw(n, 3) for count in (0, 1.5)),
-        lambda: draw(1, -3),
-        lambda: draw(1, 3, dtype=torch.int64),
-        lambda: draw(1, 3, distribution="cauchy"),
+        *each(partial(draw, n=3), count=[0, 1.5]),
+        *each(partial(draw, 1, 3), dtype=[torch.int64], distribution=["cauchy"]),
+        partial(draw, 1, -3),
     ],
-    "ParameterSpace(params): ": [
-        lambda: curvature.ParameterSpace([W]),
-        lambda: curvature.ParameterSpace({"w": W * 1j}),
-        lambda: curvature.ParameterSpace({"w": W.to_sparse()}),
-        lambda: curvature.ParameterSpace({"a": W, "b": torch.ones(2, device="meta")}),
-    ],
-    "unflatten(vectors): ": [lambda: curvature.ParameterSpace(DICT).unflatten(torch.ones(2))],
-    "Averaged(operator, group): ": [lambda: curvature.Averaged(torch.eye(3))],
+    "ParameterSpace(params): ": each(
+        curvature.ParameterSpace,
+        params=[[W], {"w": W * 1j}, {"w": W.to_sparse()}, {"a": W, "b": torch.ones(2, device="meta")}],
+    ),
+    "unflatten(vectors): ": each(curvature.ParameterSpace(DICT).unflatten, vectors=[torch.ones(2)]),
+    "Averaged(operator, group): ": each(curvature.Averaged, operator=[torch.eye(3)]),
     "hypergradient(": [
-        lambda: hypergradient(outer="loss"),
-        lambda: hypergradient(inner=None),
-        lambda: hypergradient(params=[W]),
-        *(lambda h=hyper: hypergradient(hyper=h) for hyper in ({}, {"lam": 3.0}, None)),
-        *(lambda m=m: hypergradient(method=m) for m in ("cg", hypergrad.CG, curvature.solvers.cg.CG())),
-        lambda: hypergradient(outer=lambda params, hyper: torch.ones(2)),
-        lambda: hypergradient(outer=lambda params, hyper: None),
-        lambda: hypergradient(outer=lambda params, hyper: torch.ones(())),
-        lambda: hypergradient(inner=lambda params, hyper: (params["phi"] - 3) ** 2),
-        lambda: hypergradient(inner=lambda params, hyper: -inner(params, hyper)),
-        lambda: hypergradient(method=hypergrad.Neumann(), create_graph=True),
-        *(lambda r=rule: unrolled(r) for rule in (torch.optim.SGD, "sgd", lambda hyper: None)),
+        *each(hypergradient, outer=["loss", lambda p, h: torch.ones(2), lambda p, h: None]),
+        *each(hypergradient, outer=[lambda p, h: torch.ones(())]),
+        *each(hypergradient, inner=[None, lambda p, h: (p["phi"] - 3) ** 2, lambda p, h: -inner(p, h)]),
+        *each(hypergradient, params=[[W]], hyper=[{}, {"lam": 3.0}, None]),
+        *each(hypergradient, method=["cg", hypergrad.CG, curvature.solvers.cg.CG()]),
+        *each(unrolled, rule=[torch.optim.SGD, "sgd", lambda hyper: None]),
+        partial(hypergradient, method=hypergrad.Neumann(), create_graph=True),
     ],
     "CG(": [
-        lambda: curvature.solvers.cg.CG(progress=-1.0),
-        lambda: hypergrad.CG(steps=0), lambda: hypergrad.CG(damping=-1.0), lambda: hypergrad.CG(rtol="a")],
-    "Neumann(": [lambda: hypergrad.Neumann(scale=0), lambda: hypergrad.Neumann(scale="a")],
-    "Nystrom(": [lambda: hypergrad.Nystrom(rank=0), lambda: hypergrad.Nystrom(damping=0)],
-    "Exact(": [lambda: hypergrad.Exact(damping=-1.0)],
-    "FirstOrder(": [lambda: hypergrad.FirstOrder(scale=-1.0)],
-    "FiniteDifference(": [
-        lambda: hypergrad.FiniteDifference(lr=-1.0),
-        lambda: hypergrad.FiniteDifference(0.1, epsilon=0),
+        *each(hypergrad.CG, steps=[0], damping=[-1.0], rtol=["a"]),
+        *each(curvature.solvers.cg.CG, progress=[-1.0]),
     ],
-    "Unroll(": [
-        lambda: hypergrad.Unroll(SGD, steps=0),
-        lambda: hypergrad.Unroll(SGD, steps=1, memory="all"),
-        *(lambda n=n: hypergrad.Unroll(SGD, steps=2, truncate=n) for n in (3, 1.5)),
-    ],
+    "Neumann(": each(hypergrad.Neumann, scale=[0, "a"]),
+    "Nystrom(": each(hypergrad.Nystrom, rank=[0], damping=[0]),
+    "Exact(": each(hypergrad.Exact, damping=[-1.0]),
+    "FirstOrder(": each(hypergrad.FirstOrder, scale=[-1.0]),
+    "FiniteDifference(": each(partial(hypergrad.FiniteDifference, lr=0.1), lr=[-1.0], epsilon=[0]),
+    "Unroll(": each(partial(hypergrad.Unroll, SGD, steps=2), steps=[0], memory=["all"], truncate=[3, 1.5]),
     "implicit_diff(inner_loss, params): ": [
-        *(lambda m=m: implicit_diff(method=m) for m in ("cg", UNROLL, hypergrad.FirstOrder())),
-        lambda: implicit_diff(None),
-        lambda: implicit_diff(params=[W]),
-        lambda: implicit_diff(lambda params: (params["phi"] ** 2).expand(2, 2)),
-        lambda: implicit_diff(lambda params: None),
+        *each(implicit_diff, method=["cg", hypergrad.Unroll(SGD, steps=1), hypergrad.FirstOrder()], params=[[W]]),
+        *each(implicit_diff, inner=[None, lambda p: (p["phi"] ** 2).expand(2, 2), lambda p: None]),
     ],
     "bilevel(outer_loss, inner_loss, params, hyper): ": [
-        lambda: bilevel(steps=0),
-        lambda: bilevel(inner_steps=-1),
-        lambda: bilevel(inner="sgd"),
-        lambda: bilevel(inner=torch.optim.SGD([W], lr=0.1)),
-        lambda: bilevel(params=lambda step: AT),
-        lambda: bilevel(callback=3),
-        lambda: bilevel(inner_loss=lambda params, hyper, batch: inner(params, hyper), inner_batches=[]),
+        *each(bilevel, steps=[0], inner_steps=[-1], inner=["sgd", torch.optim.SGD([W], lr=0.1)], callback=[3]),
+        *each(bilevel, params=[lambda step: AT]),
+        partial(bilevel, lambda params, hyper, batch: inner(params, hyper), inner_batches=[]),
     ],
 }  # fmt: skip
 

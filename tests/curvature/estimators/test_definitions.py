@@ -22,56 +22,56 @@ def method(request):
     return request.param, *METHODS[request.param]
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("batches", [1, 3])
-def test_the_value_is_the_mean_of_leave_one_out_estimates(method, distribution, batches):
-    spectrum = "polynomial"
-    cls, definition, cost = method
-    A = matrix(spectrum, N)
-    fitted = naive.fitted(cls, A, cost * K, distribution, batches=batches)
-    expected = torch.stack([definition(A, fitted.probes, i, (), distribution) for i in range(K)])
-    found = fitted.estimate()
-    torch.testing.assert_close(found.value, expected.mean(0), rtol=1e-10, atol=1e-12)
-    assert (found.samples, found.matvecs) == (K, cost * K)
+def test_the_value_is_the_mean_of_leave_one_out_estimates(method):
+    for distribution in DISTRIBUTIONS:
+        for batches in [1, 3]:
+            spectrum = "polynomial"
+            cls, definition, cost = method
+            A = matrix(spectrum, N)
+            fitted = naive.fitted(cls, A, cost * K, distribution, batches=batches)
+            expected = torch.stack([definition(A, fitted.probes, i, (), distribution) for i in range(K)])
+            found = fitted.estimate()
+            torch.testing.assert_close(found.value, expected.mean(0), rtol=1e-10, atol=1e-12)
+            assert (found.samples, found.matvecs) == (K, cost * K)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_the_standard_error_has_the_covariance_of_all_pairs(method, distribution, monkeypatch):
-    spectrum = "polynomial"
-    cls, definition, cost = method
-    monkeypatch.setattr(bases, "LEAST", -float("inf"))
-    monkeypatch.setattr(bases, "MARGIN", 1.0)
-    monkeypatch.setattr(cls, "most", float("inf"))
-    A = matrix(spectrum, N)
-    for seed in range(20):  # the first seed whose variance is positive: an unbiased one need not be
-        fitted = naive.fitted(cls, A, cost * K, distribution, seed)
-        found = fitted.estimate()
-        if not found.stderr.isnan().any():
-            break
-    else:
-        raise AssertionError("no seed has a positive variance")
-    pairs = [(i, j) for i in range(K) for j in range(K) if i != j]
-    one = torch.stack([definition(A, fitted.probes, i, (), distribution) for i in range(K)])
-    two = {pair: definition(A, fitted.probes, pair[0], pair[1:], distribution) for pair in pairs}
-    covariance = sum(((two[i, j] - one[i]) * (two[j, i] - one[j])).sum() for i, j in pairs) / len(pairs)
-    variance = one.var(0)
-    expected = variance / K * (1 + K * covariance / variance.sum())
-    torch.testing.assert_close(found.stderr.square(), expected, rtol=1e-8, atol=1e-14)
+def test_the_standard_error_has_the_covariance_of_all_pairs(method, monkeypatch):
+    for distribution in DISTRIBUTIONS:
+        spectrum = "polynomial"
+        cls, definition, cost = method
+        monkeypatch.setattr(bases, "LEAST", -float("inf"))
+        monkeypatch.setattr(bases, "MARGIN", 1.0)
+        monkeypatch.setattr(cls, "most", float("inf"))
+        A = matrix(spectrum, N)
+        for seed in range(20):  # the first seed whose variance is positive: an unbiased one need not be
+            fitted = naive.fitted(cls, A, cost * K, distribution, seed)
+            found = fitted.estimate()
+            if not found.stderr.isnan().any():
+                break
+        else:
+            raise AssertionError("no seed has a positive variance")
+        pairs = [(i, j) for i in range(K) for j in range(K) if i != j]
+        one = torch.stack([definition(A, fitted.probes, i, (), distribution) for i in range(K)])
+        two = {pair: definition(A, fitted.probes, pair[0], pair[1:], distribution) for pair in pairs}
+        covariance = sum(((two[i, j] - one[i]) * (two[j, i] - one[j])).sum() for i, j in pairs) / len(pairs)
+        variance = one.var(0)
+        expected = variance / K * (1 + K * covariance / variance.sum())
+        torch.testing.assert_close(found.stderr.square(), expected, rtol=1e-8, atol=1e-14)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("batches", [1, 4])
-def test_hutchpp_in_batches_is_hutchpp_on_all_its_probes(distribution, batches):
-    A = matrix("polynomial", N)
-    fitted = naive.fitted(HutchPlusPlus, A, 24, distribution, batches=batches)
-    basis, rest = fitted.basis.rows, naive.off(fitted.basis.rows)
-    torch.testing.assert_close(basis @ basis.t(), torch.eye(8, dtype=A.dtype))
-    torch.testing.assert_close(fitted.products, fitted.probes @ A)
-    torch.testing.assert_close(fitted.probes @ rest, fitted.probes)
-    samples = ((fitted.probes @ A) * fitted.probes).sum(1)
-    if distribution == "sphere":
-        samples = samples * (N - 8) / fitted.probes.square().sum(1)
-    found = fitted.estimate()
-    torch.testing.assert_close(found.value, (basis @ A @ basis.t()).trace() + samples.mean())
-    torch.testing.assert_close(found.stderr, samples.std() / 8**0.5)
-    assert (found.samples, found.matvecs) == (8, 24)
+def test_hutchpp_in_batches_is_hutchpp_on_all_its_probes():
+    for distribution in DISTRIBUTIONS:
+        for batches in [1, 4]:
+            A = matrix("polynomial", N)
+            fitted = naive.fitted(HutchPlusPlus, A, 24, distribution, batches=batches)
+            basis, rest = fitted.basis.rows, naive.off(fitted.basis.rows)
+            torch.testing.assert_close(basis @ basis.t(), torch.eye(8, dtype=A.dtype))
+            torch.testing.assert_close(fitted.products, fitted.probes @ A)
+            torch.testing.assert_close(fitted.probes @ rest, fitted.probes)
+            samples = ((fitted.probes @ A) * fitted.probes).sum(1)
+            if distribution == "sphere":
+                samples = samples * (N - 8) / fitted.probes.square().sum(1)
+            found = fitted.estimate()
+            torch.testing.assert_close(found.value, (basis @ A @ basis.t()).trace() + samples.mean())
+            torch.testing.assert_close(found.stderr, samples.std() / 8**0.5)
+            assert (found.samples, found.matvecs) == (8, 24)

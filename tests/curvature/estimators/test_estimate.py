@@ -45,11 +45,6 @@ def test_the_standard_error_is_that_of_a_mean():
     assert inflated.stderr.item() == pytest.approx(2 * found.stderr.item())
 
 
-def test_levels_must_be_probabilities():
-    with pytest.raises(ValueError, match=r"level must be between 0 and 1, such as 0\.95, got 95"):
-        estimate(1.0, 1.0).interval(95)
-
-
 REPRS = [
     (12.3456, 0.4, "trace = 12.35 +- 0.40 (hutchinson, 64 products)"),
     (12.3456, 4.2, "trace = 12.3 +- 4.2 (hutchinson, 64 products)"),
@@ -87,10 +82,6 @@ def test_quantiles_are_scipys():
     for degrees, level in itertools.product([1, 2, 3, 4, 7, 31, 60, 199, 200, 201, 500, 10_000], LEVELS):
         expected = stats.t.ppf((1 + level) / 2, degrees)
         assert student_t(level, degrees) == pytest.approx(expected, rel=1e-9), level
-
-
-def test_without_degrees_of_freedom_nothing_is_known():
-    assert student_t(0.9, 0) == math.inf
 
 
 @pytest.mark.parametrize("level", [1, math.nan])

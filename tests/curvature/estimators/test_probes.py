@@ -14,38 +14,38 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_shape_dtype_and_the_same_bits_again(distribution):
-    dtype = torch.bfloat16
-    first, second = (
-        sample_probes(5, 7, distribution=distribution, dtype=dtype, generator=seeded()) for _ in range(2)
-    )
-    assert first.shape == (5, 7)
-    assert first.dtype == dtype
-    assert torch.equal(first, second)
-    assert not torch.equal(
-        first, sample_probes(5, 7, distribution=distribution, dtype=dtype, generator=seeded(1))
-    )
+def test_shape_dtype_and_the_same_bits_again():
+    for distribution in DISTRIBUTIONS:
+        dtype = torch.bfloat16
+        first, second = (
+            sample_probes(5, 7, distribution=distribution, dtype=dtype, generator=seeded()) for _ in range(2)
+        )
+        assert first.shape == (5, 7)
+        assert first.dtype == dtype
+        assert torch.equal(first, second)
+        assert not torch.equal(
+            first, sample_probes(5, 7, distribution=distribution, dtype=dtype, generator=seeded(1))
+        )
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_pieces_have_the_bits_of_the_whole(distribution):
-    # torch fills long and short tensors by different code
-    for n, rows in itertools.product([1, 15, 16, 33], [1, 3, 10, 64]):
-        whole = sample_probes(10, n, distribution=distribution, generator=seeded())
-        generator = seeded()
-        pieces = [
-            sample_probes(size, n, distribution=distribution, generator=generator)
-            for size in piece_sizes(None, 10, rows)
-        ]
-        assert torch.equal(torch.cat(pieces), whole)
+def test_pieces_have_the_bits_of_the_whole():
+    for distribution in DISTRIBUTIONS:
+        # torch fills long and short tensors by different code
+        for n, rows in itertools.product([1, 15, 16, 33], [1, 3, 10, 64]):
+            whole = sample_probes(10, n, distribution=distribution, generator=seeded())
+            generator = seeded()
+            pieces = [
+                sample_probes(size, n, distribution=distribution, generator=generator)
+                for size in piece_sizes(None, 10, rows)
+            ]
+            assert torch.equal(torch.cat(pieces), whole)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_the_second_moment_is_the_identity(distribution):
-    z = sample_probes(20_000, 4, distribution=distribution, dtype=torch.float64, generator=seeded())
-    torch.testing.assert_close(z.t() @ z / len(z), torch.eye(4, dtype=z.dtype), rtol=0, atol=0.05)
-    torch.testing.assert_close(z.mean(0), torch.zeros(4, dtype=z.dtype), rtol=0, atol=0.05)
+def test_the_second_moment_is_the_identity():
+    for distribution in DISTRIBUTIONS:
+        z = sample_probes(20_000, 4, distribution=distribution, dtype=torch.float64, generator=seeded())
+        torch.testing.assert_close(z.t() @ z / len(z), torch.eye(4, dtype=z.dtype), rtol=0, atol=0.05)
+        torch.testing.assert_close(z.mean(0), torch.zeros(4, dtype=z.dtype), rtol=0, atol=0.05)
 
 
 def test_what_each_distribution_is():

@@ -45,48 +45,48 @@ def low_rank(n=60, rank=5, dtype=torch.float64):
 # Exact answers
 
 
-@pytest.mark.parametrize("method", ["exact", *SKETCHING])
-def test_a_budget_of_everything_is_exact(method):
-    products = CASES[method].everything if method in CASES else 1
-    for spectrum in ("polynomial", "flat", "step"):
-        A = matrix(spectrum, 20)
-        found = trace(MatrixMap(A), method=method, probes=products, generator=seeded())
-        torch.testing.assert_close(found.value, A.trace(), rtol=1e-10, atol=0)
-        assert found.method == method
+def test_a_budget_of_everything_is_exact():
+    for method in ["exact", *SKETCHING]:
+        products = CASES[method].everything if method in CASES else 1
+        for spectrum in ("polynomial", "flat", "step"):
+            A = matrix(spectrum, 20)
+            found = trace(MatrixMap(A), method=method, probes=products, generator=seeded())
+            torch.testing.assert_close(found.value, A.trace(), rtol=1e-10, atol=0)
+            assert found.method == method
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_xtrace_is_exact_where_its_basis_is_the_whole_space(n):
+def test_xtrace_is_exact_where_its_basis_is_the_whole_space():
     """Leave-one-out estimates are not, and signs in few dimensions made them all equal."""
-    A = torch.randn(n, n, dtype=torch.float64, generator=seeded())
-    A = A + A.t()
-    for seed, distribution in itertools.product(range(4), DISTRIBUTIONS):
-        options = {"distribution": distribution, "generator": seeded(seed)}
-        found = trace(MatrixMap(A), method="xtrace", probes=2 * n, **options)
-        assert abs(found.value - A.trace()) <= found.stderr < 1e-13
-        assert found.samples == 0
+    for n in [1, 2, 3, 5]:
+        A = torch.randn(n, n, dtype=torch.float64, generator=seeded())
+        A = A + A.t()
+        for seed, distribution in itertools.product(range(4), DISTRIBUTIONS):
+            options = {"distribution": distribution, "generator": seeded(seed)}
+            found = trace(MatrixMap(A), method="xtrace", probes=2 * n, **options)
+            assert abs(found.value - A.trace()) <= found.stderr < 1e-13
+            assert found.samples == 0
 
 
-@pytest.mark.parametrize("method", SKETCHING)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_low_rank_is_exact_and_known_to_be(method, dtype):
-    A, eps = low_rank(dtype=dtype), torch.finfo(dtype).eps
-    for seed, distribution in itertools.product(range(3), DISTRIBUTIONS):
-        found = trace(
-            MatrixMap(A), method=method, probes=24, distribution=distribution, generator=seeded(seed)
-        )
-        error = (found.value - A.double().trace()).abs()
-        assert error < 100 * eps * A.trace()
-        assert error <= 20 * found.stderr < 1e5 * eps * A.trace()  # both are rounding
+def test_low_rank_is_exact_and_known_to_be():
+    for method in SKETCHING:
+        for dtype in [torch.float32, torch.float64]:
+            A, eps = low_rank(dtype=dtype), torch.finfo(dtype).eps
+            for seed, distribution in itertools.product(range(3), DISTRIBUTIONS):
+                found = trace(
+                    MatrixMap(A), method=method, probes=24, distribution=distribution, generator=seeded(seed)
+                )
+                error = (found.value - A.double().trace()).abs()
+                assert error < 100 * eps * A.trace()
+                assert error <= 20 * found.stderr < 1e5 * eps * A.trace()  # both are rounding
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_multiples_of_the_identity(method):
+def test_multiples_of_the_identity():
     """Zero too: no pivots, no norm, nothing to divide by."""
-    for scale in (3.0, 1e-9, 0.0):
-        found = trace(MatrixMap(scale * torch.eye(30)), method=method, probes=12, generator=seeded())
-        torch.testing.assert_close(found.value, torch.tensor(30 * scale), rtol=1e-5, atol=1e-12)
-        assert found.stderr <= 1e-4 * scale + 1e-12
+    for method in METHODS:
+        for scale in (3.0, 1e-9, 0.0):
+            found = trace(MatrixMap(scale * torch.eye(30)), method=method, probes=12, generator=seeded())
+            torch.testing.assert_close(found.value, torch.tensor(30 * scale), rtol=1e-5, atol=1e-12)
+            assert found.stderr <= 1e-4 * scale + 1e-12
 
 
 def test_an_exact_trace_claims_the_rounding_of_a_sum_of_squares():
@@ -153,25 +153,16 @@ def test_intervals_cover(method, spectrum):
 # rtol
 
 
-@pytest.mark.parametrize("method", ["auto", "hutchinson", *SKETCHING])
-def test_rtol_stops_when_the_interval_is_tight(method):
-    A = matrix("step", 400)
-    operator = MatrixMap(A)
-    found = trace(operator, method=method, rtol=0.05, distribution="normal", generator=seeded())
-    low, high = found.interval(0.95)
-    assert found.converged
-    assert (high - low) / 2 <= 0.05 * found.value.abs() * (1 + 1e-12)
-    assert found.matvecs == operator.matvecs < 1024
-    assert (found.value / A.trace() - 1).abs() < 0.1
-
-
-def test_probes_are_the_most_that_rtol_may_spend():
-    found = trace(
-        MatrixMap(matrix("flat", 400)), method="hutchinson", probes=50, rtol=1e-6, generator=seeded()
-    )
-    assert not found.converged
-    assert found.matvecs == found.samples == 50
-    assert "not converged" in repr(found)
+def test_rtol_stops_when_the_interval_is_tight():
+    for method in ["auto", "hutchinson", *SKETCHING]:
+        A = matrix("step", 400)
+        operator = MatrixMap(A)
+        found = trace(operator, method=method, rtol=0.05, distribution="normal", generator=seeded())
+        low, high = found.interval(0.95)
+        assert found.converged
+        assert (high - low) / 2 <= 0.05 * found.value.abs() * (1 + 1e-12)
+        assert found.matvecs == operator.matvecs < 1024
+        assert (found.value / A.trace() - 1).abs() < 0.1
 
 
 def test_stopping_early_keeps_coverage():
@@ -204,25 +195,22 @@ def test_auto_takes_hutchinson_for_few_products_and_large_operators(monkeypatch)
     assert trace(MatrixMap(A), probes=16).method == "hutchinson"
 
 
-@pytest.mark.parametrize(
-    ("spectrum", "method"),
-    [(name, "hutchinson" if name == "flat" else "xtrace") for name in SPECTRA],
-)
-def test_auto_sees_from_its_first_products_whether_the_spectrum_is_flat(spectrum, method):
-    for seed in range(5):
-        operator = MatrixMap(matrix(spectrum))
-        found = trace(operator, probes=120, generator=seeded(seed))
-        assert (found.method, found.matvecs, operator.matvecs) == (method, 120, 120)
+def test_auto_sees_from_its_first_products_whether_the_spectrum_is_flat():
+    for spectrum, method in [(name, "hutchinson" if name == "flat" else "xtrace") for name in SPECTRA]:
+        for seed in range(5):
+            operator = MatrixMap(matrix(spectrum))
+            found = trace(operator, probes=120, generator=seeded(seed))
+            assert (found.method, found.matvecs, operator.matvecs) == (method, 120, 120)
 
 
-@pytest.mark.parametrize("spectrum", ["flat", "polynomial"])
-def test_auto_spends_its_first_products_on_what_it_chooses(spectrum):
+def test_auto_spends_its_first_products_on_what_it_chooses():
     """So that the value is the one that this method has from these probes."""
-    A = matrix(spectrum, 300)
-    auto = trace(MatrixMap(A), probes=80, generator=seeded())
-    same = trace(MatrixMap(A), method=auto.method, probes=80, distribution="sphere", generator=seeded())
-    torch.testing.assert_close(auto.value, same.value, rtol=1e-12, atol=0)
-    torch.testing.assert_close(auto.stderr, same.stderr, rtol=1e-8, atol=0)
+    for spectrum in ["flat", "polynomial"]:
+        A = matrix(spectrum, 300)
+        auto = trace(MatrixMap(A), probes=80, generator=seeded())
+        same = trace(MatrixMap(A), method=auto.method, probes=80, distribution="sphere", generator=seeded())
+        torch.testing.assert_close(auto.value, same.value, rtol=1e-12, atol=0)
+        torch.testing.assert_close(auto.stderr, same.stderr, rtol=1e-8, atol=0)
 
 
 def test_effective_rank():
@@ -242,21 +230,21 @@ def test_auto_takes_hutchinson_where_torch_does_not_factorise():
 # Reproducibility, dtypes, memory
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_same_generator_gives_the_same_bits(method):
-    operator = MatrixMap(matrix("polynomial", 80).float())
-    first, second = (trace(operator, method=method, probes=30, generator=seeded()) for _ in range(2))
-    assert first.value.dtype == first.stderr.dtype == torch.float32
-    assert torch.equal(first.value, second.value)
-    assert torch.equal(first.stderr, second.stderr)
+def test_the_same_generator_gives_the_same_bits():
+    for method in METHODS:
+        operator = MatrixMap(matrix("polynomial", 80).float())
+        first, second = (trace(operator, method=method, probes=30, generator=seeded()) for _ in range(2))
+        assert first.value.dtype == first.stderr.dtype == torch.float32
+        assert torch.equal(first.value, second.value)
+        assert torch.equal(first.stderr, second.stderr)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_float32_is_as_good_as_its_digits(method):
-    A = matrix("exponential", 200)
-    found = trace(MatrixMap(A.float()), method=method, probes=120, generator=seeded())
-    assert (found.value - A.trace()).abs() <= 4 * found.stderr
-    assert found.stderr <= (0.2 if method == "hutchinson" else 5e-5)
+def test_float32_is_as_good_as_its_digits():
+    for method in METHODS:
+        A = matrix("exponential", 200)
+        found = trace(MatrixMap(A.float()), method=method, probes=120, generator=seeded())
+        assert (found.value - A.trace()).abs() <= 4 * found.stderr
+        assert found.stderr <= (0.2 if method == "hutchinson" else 5e-5)
 
 
 @pytest.mark.parametrize("method", ["exact", "hutchinson"])
@@ -282,15 +270,6 @@ def test_estimates_do_not_depend_on_chunks(method):
         torch.testing.assert_close(found.stderr, whole.stderr, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize(("method", "most"), [("exact", 20), ("hutch++", 60), ("xtrace", 40)])
-def test_a_subspace_grows_no_further_than_everything(method, most):
-    operator = MatrixMap(matrix("flat", 20))
-    found = trace(operator, method=method, probes=500, generator=seeded())
-    assert found.matvecs == operator.matvecs
-    assert found.matvecs == most or (method == "hutch++" and found.matvecs == 500)
-    assert found.value.item() == pytest.approx(40)
-
-
 # Derivatives
 
 
@@ -309,33 +288,35 @@ def test_differentiable_as_the_products_are(method, distribution):
     assert mg.gradcheck(value, (root,), order=2, directions=2)
 
 
-@pytest.mark.parametrize("method", SKETCHING)
-def test_a_derivative_that_does_not_exist_is_an_error(method):
-    A = low_rank().requires_grad_()
-    with pytest.raises(
-        ValueError, match=r'require grad.* numerically dependent.*method="hutchinson" or fewer'
-    ):
-        trace(MatrixMap(A), method=method, probes=30, generator=seeded())
-    with torch.no_grad():
-        trace(MatrixMap(A), method=method, probes=30, generator=seeded())
+def test_a_derivative_that_does_not_exist_is_an_error():
+    for method in SKETCHING:
+        A = low_rank().requires_grad_()
+        with pytest.raises(
+            ValueError, match=r'require grad.* numerically dependent.*method="hutchinson" or fewer'
+        ):
+            trace(MatrixMap(A), method=method, probes=30, generator=seeded())
+        with torch.no_grad():
+            trace(MatrixMap(A), method=method, probes=30, generator=seeded())
 
 
 # Errors
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_product_that_is_not_finite_is_an_error(method):
-    matrix = torch.eye(9)
-    matrix[4, 4] = float("nan")
-    with pytest.raises(
-        ValueError, match=r"trace\(operator, \.\.\.\): a product of the operator has NaN or inf"
-    ):
-        trace(MatrixMap(matrix), method=method, probes=6)
+def test_a_product_that_is_not_finite_is_an_error():
+    for method in METHODS:
+        matrix = torch.eye(9)
+        matrix[4, 4] = float("nan")
+        with pytest.raises(
+            ValueError, match=r"trace\(operator, \.\.\.\): a product of the operator has NaN or inf"
+        ):
+            trace(MatrixMap(matrix), method=method, probes=6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sums_of_half_precision_overflowed_where_their_terms_did_not(dtype):
-    w = torch.ones(3000, dtype=dtype, requires_grad=True)
-    with mg.curvature.hessian((w.float() ** 2).sum() * 20, {"w": w}) as H:
-        for trace in (mg.curvature.trace(H, probes=4), mg.curvature.trace(H, method="exact")):
-            torch.testing.assert_close(trace.value, torch.tensor(40.0 * 3000))  # above the largest of float16
+def test_sums_of_half_precision_overflowed_where_their_terms_did_not():
+    for dtype in [torch.float16, torch.bfloat16]:
+        w = torch.ones(3000, dtype=dtype, requires_grad=True)
+        with mg.curvature.hessian((w.float() ** 2).sum() * 20, {"w": w}) as H:
+            for trace in (mg.curvature.trace(H, probes=4), mg.curvature.trace(H, method="exact")):
+                torch.testing.assert_close(
+                    trace.value, torch.tensor(40.0 * 3000)
+                )  # above the largest of float16

@@ -44,56 +44,53 @@ def empirical(*args, **how):
 OPERATORS = [ggn, fisher, empirical, hessian_of]
 
 
-@pytest.mark.parametrize("make", OPERATORS)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_unequal_batches_are_exact(make, reduction):
-    model, params, x, y = made()
-    loss_fn = nn.CrossEntropyLoss(reduction=reduction)
-    with (
-        make(model, loss_fn, params, (x, y)) as whole,
-        make(model, loss_fn, params, cut(x, y, 4, 1, 2), reduction=reduction) as parts,
-    ):
-        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
-        loss, gradient = parts.evaluate()
-        torch.testing.assert_close(loss, whole.loss.reshape(()))
-        torch.testing.assert_close(gradient, whole.gradient)
-        torch.testing.assert_close(parts["2.weight"].to_dense(), whole["2.weight"].to_dense())
-        v = {name: torch.ones_like(p) for name, p in params.items()}
-        torch.testing.assert_close(parts @ v, whole @ v)
+def test_unequal_batches_are_exact():
+    for make in OPERATORS:
+        for reduction in ["mean", "sum"]:
+            model, params, x, y = made()
+            loss_fn = nn.CrossEntropyLoss(reduction=reduction)
+            with (
+                make(model, loss_fn, params, (x, y)) as whole,
+                make(model, loss_fn, params, cut(x, y, 4, 1, 2), reduction=reduction) as parts,
+            ):
+                torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+                loss, gradient = parts.evaluate()
+                torch.testing.assert_close(loss, whole.loss.reshape(()))
+                torch.testing.assert_close(gradient, whole.gradient)
+                torch.testing.assert_close(parts["2.weight"].to_dense(), whole["2.weight"].to_dense())
+                v = {name: torch.ones_like(p) for name, p in params.items()}
+                torch.testing.assert_close(parts @ v, whole @ v)
 
 
-@pytest.mark.parametrize("make", OPERATORS)
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        nn.CrossEntropyLoss(ignore_index=1),
-        nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double(), label_smoothing=0.1),
-        nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double(), reduction="sum"),
-    ],
-)
-def test_known_losses_say_themselves_what_their_mean_is_over(make, loss_fn):
-    model, params, x, y = made(12)
-    with (
-        make(model, loss_fn, params, (x, y)) as whole,
-        make(model, loss_fn, params, cut(x, y, 5, 7)) as parts,
-    ):
-        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
-        torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
+def test_known_losses_say_themselves_what_their_mean_is_over():
+    for make in OPERATORS:
+        for loss_fn in [
+            nn.CrossEntropyLoss(ignore_index=1),
+            nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double(), label_smoothing=0.1),
+            nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double(), reduction="sum"),
+        ]:
+            model, params, x, y = made(12)
+            with (
+                make(model, loss_fn, params, (x, y)) as whole,
+                make(model, loss_fn, params, cut(x, y, 5, 7)) as parts,
+            ):
+                torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+                torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
 
 
-@pytest.mark.parametrize("make", OPERATORS)
-def test_a_batch_of_ignored_labels_counts_for_nothing(make):
-    model, params, x, y = made(12)
-    y[:5] = -100
-    with (
-        make(model, nn.CrossEntropyLoss(), params, (x, y)) as whole,
-        make(model, nn.CrossEntropyLoss(), params, cut(x, y, 5, 7)) as parts,
-    ):
-        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
-        torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
-    y[:] = -100
-    with pytest.raises(ValueError, match="no batch has data that count"):
-        make(model, nn.CrossEntropyLoss(), params, cut(x, y, 5, 7)).to_dense()
+def test_a_batch_of_ignored_labels_counts_for_nothing():
+    for make in OPERATORS:
+        model, params, x, y = made(12)
+        y[:5] = -100
+        with (
+            make(model, nn.CrossEntropyLoss(), params, (x, y)) as whole,
+            make(model, nn.CrossEntropyLoss(), params, cut(x, y, 5, 7)) as parts,
+        ):
+            torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+            torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
+        y[:] = -100
+        with pytest.raises(ValueError, match="no batch has data that count"):
+            make(model, nn.CrossEntropyLoss(), params, cut(x, y, 5, 7)).to_dense()
 
 
 def test_weighted_squares():
@@ -105,19 +102,19 @@ def test_weighted_squares():
         torch.testing.assert_close(parts.to_dense(), whole.to_dense())
 
 
-@pytest.mark.parametrize("make", [ggn, hessian_of])
-def test_terms_may_be_counted_by_a_function(make):
-    model, params, x, y = made()
+def test_terms_may_be_counted_by_a_function():
+    for make in [ggn, hessian_of]:
+        model, params, x, y = made()
 
-    def loss_fn(z, y):  # over what is not padding
-        return (F.cross_entropy(z, y, reduction="none") * (y != 1)).sum() / (y != 1).sum()
+        def loss_fn(z, y):  # over what is not padding
+            return (F.cross_entropy(z, y, reduction="none") * (y != 1)).sum() / (y != 1).sum()
 
-    count = lambda batch: int((batch[1] != 1).sum())  # noqa: E731
-    with (
-        make(model, loss_fn, params, (x, y)) as whole,
-        make(model, loss_fn, params, cut(x, y, 3, 4), reduction=count) as parts,
-    ):
-        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+        count = lambda batch: int((batch[1] != 1).sum())  # noqa: E731
+        with (
+            make(model, loss_fn, params, (x, y)) as whole,
+            make(model, loss_fn, params, cut(x, y, 3, 4), reduction=count) as parts,
+        ):
+            torch.testing.assert_close(parts.to_dense(), whole.to_dense())
 
 
 class Endless:
@@ -153,16 +150,18 @@ def test_products_can_be_differentiated():
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("make", [ggn, hessian_of])
-def test_dropout_is_named(make):
-    model, params, x, y = made()
-    model = nn.Sequential(*model, nn.Dropout(0.5))
-    params = dict(model.named_parameters())
-    named = r"In training mode 3 \(Dropout\) draws a mask each time" if make is ggn else "Look for dropout"
-    with pytest.raises(ValueError, match=rf"the loss by .*the gradient by .*the product by .*{named}"):
+def test_dropout_is_named():
+    for make in [ggn, hessian_of]:
+        model, params, x, y = made()
+        model = nn.Sequential(*model, nn.Dropout(0.5))
+        params = dict(model.named_parameters())
+        named = (
+            r"In training mode 3 \(Dropout\) draws a mask each time" if make is ggn else "Look for dropout"
+        )
+        with pytest.raises(ValueError, match=rf"the loss by .*the gradient by .*the product by .*{named}"):
+            make(model, F.cross_entropy, params, cut(x, y, 4, 3))
+        model.eval()
         make(model, F.cross_entropy, params, cut(x, y, 4, 3))
-    model.eval()
-    make(model, F.cross_entropy, params, cut(x, y, 4, 3))
 
 
 def test_attention_dropout_is_named():
@@ -275,13 +274,13 @@ def test_passes_run_under_the_autocast_of_the_beginning():
     assert all(seen)
 
 
-@pytest.mark.parametrize("make", OPERATORS)
-def test_loaders(make):
-    model, params, x, y = made()
-    loader = DataLoader(TensorDataset(x, y), batch_size=3)
-    with make(model, F.cross_entropy, params, (x, y)) as whole:
-        parts = make(model, F.cross_entropy, params, loader)
-        torch.testing.assert_close(parts @ torch.ones(31).double(), whole @ torch.ones(31).double())
+def test_loaders():
+    for make in OPERATORS:
+        model, params, x, y = made()
+        loader = DataLoader(TensorDataset(x, y), batch_size=3)
+        with make(model, F.cross_entropy, params, (x, y)) as whole:
+            parts = make(model, F.cross_entropy, params, loader)
+            torch.testing.assert_close(parts @ torch.ones(31).double(), whole @ torch.ones(31).double())
 
 
 @pytest.mark.parametrize("moves", ["gradient", "product"])

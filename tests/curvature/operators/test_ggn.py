@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 
 import pytest
 import torch
@@ -171,14 +170,6 @@ def test_linear_regression():
         torch.testing.assert_close(G.to_dense(), 2 / 7 * x.t() @ x)
 
 
-def test_logistic_regression():
-    x, y = randn(7, 3), torch.rand(7).double().round()
-    w = randn(3)
-    with ggn(lambda p, x: x @ p["w"], F.binary_cross_entropy_with_logits, {"w": w}, (x, y)) as G:
-        p = (x @ w).sigmoid()
-        torch.testing.assert_close(G.to_dense(), x.t() @ torch.diag(p * (1 - p)) @ x / 7)
-
-
 def test_of_a_linear_model_it_is_the_hessian():
     model = nn.Linear(3, 4).double()
     params, x, y = dict(model.named_parameters()), randn(6, 3), torch.randint(4, (6,))
@@ -282,12 +273,12 @@ def test_blocks_are_those_of_the_whole():
         torch.testing.assert_close(G["0"].to_dense(), whole[:16, :16])
 
 
-@pytest.mark.parametrize("chunk", [1, "1KiB", "64MiB"])
-def test_chunks_change_nothing(chunk):
-    model, params, x, y = made(mlp)
-    with ggn(model, F.cross_entropy, params, (x, y), chunk=chunk) as G:
-        expected = dense_ggn(model, F.cross_entropy, params, x, y)
-        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
+def test_chunks_change_nothing():
+    for chunk in [1, "1KiB", "64MiB"]:
+        model, params, x, y = made(mlp)
+        with ggn(model, F.cross_entropy, params, (x, y), chunk=chunk) as G:
+            expected = dense_ggn(model, F.cross_entropy, params, x, y)
+            torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_sparse_matrices_have_their_values_for_coordinates():
@@ -313,21 +304,6 @@ def test_nothing_is_left_when_it_is_closed():
         G @ torch.ones(G.shape[0], dtype=torch.float64)
     with pytest.raises(ValueError, match="closed"):
         G["0"] @ torch.ones(16, dtype=torch.float64)
-
-
-def test_the_graph_is_freed_after_an_exception():
-    model, params, x, y = made(mlp)
-    G = ggn(model, F.cross_entropy, params, (x, y))
-    recorded = weakref.ref(G._recorded)
-
-    def failing():
-        with G:
-            G @ torch.ones(G.shape[0], dtype=torch.float64)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        failing()
-    assert recorded() is None
 
 
 def test_bad_input():

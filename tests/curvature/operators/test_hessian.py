@@ -54,21 +54,6 @@ def test_quadratic():
         assert repr(H) == "HessianOperator(shape=(4, 4), dtype=torch.float64)"
 
 
-def test_linear_regression():
-    X, y, w = draw(7, 3), draw(7), draw(3)
-    with hessian(lambda p, X, y: (X @ p["w"] - y).square().mean(), {"w": w}, (X, y)) as H:
-        close(H.to_dense(), 2 / 7 * X.t() @ X)
-
-
-def test_logistic_regression():
-    X, w = draw(7, 3), draw(3)
-    y = (draw(7) > 0).double()
-    s = (X @ w).sigmoid()
-    expected = X.t() @ ((s * (1 - s)).unsqueeze(1) * X) / 7
-    with hessian(lambda p: F.binary_cross_entropy_with_logits(X @ p["w"], y), {"w": w}) as H:
-        close(H.to_dense(), expected, 1e-8)
-
-
 # Models
 
 
@@ -163,16 +148,6 @@ def test_products_can_be_differentiated():
     results = products(params, v, draw(4, 2))
     assert all(result.requires_grad for result in results)
     assert mg.gradcheck(products, (params, v, draw(4, 2).requires_grad_()), order=1, directions=1)
-
-
-def test_order_three():
-    x = draw(4, 3)
-
-    def product(w):
-        with hessian(lambda p: (x @ p["w"]).tanh().exp().sum(), {"w": w}, create_graph=True) as H:
-            return H @ torch.ones(3, dtype=torch.float64)
-
-    assert mg.gradcheck(product, draw(3).requires_grad_(), order=3)
 
 
 def test_the_hessian_of_a_maml_objective():

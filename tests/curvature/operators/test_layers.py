@@ -45,8 +45,13 @@ def expected_products(name):
     return torch.stack([differences(gradient, space.flatten(case.params), v) for v in directions(space)])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_second_and_third_derivatives_of_every_layer(name):
+@pytest.mark.parametrize("names", [list(CASES)[i::6] for i in range(6)], ids=range(6))
+def test_second_and_third_derivatives_of_every_layer(names):
+    for name in names:
+        check_layer(name)
+
+
+def check_layer(name):
     case = CASES[name]
     space = ParameterSpace(case.params)
     vectors = directions(space)
@@ -60,7 +65,7 @@ def test_second_and_third_derivatives_of_every_layer(name):
     with hessian(case.loss_fn, case.params, case.batch) as H:
         found = H.multiply(vectors.repeat(repeats, 1))
     scale = 1 + float(expected.abs().max())
-    torch.testing.assert_close(found, expected.repeat(repeats, 1), rtol=0, atol=1e-7 * scale)
+    assert (found - expected.repeat(repeats, 1)).abs().max() <= 1e-7 * scale, name
 
     def contraction(point):
         torch.manual_seed(0)
@@ -75,4 +80,4 @@ def test_second_and_third_derivatives_of_every_layer(name):
         assert product.requires_grad or not third  # of a quadratic loss it is constant
         if third:
             found = mg.grad(product.pow(3).sum(), params, materialize_grads=True)
-            torch.testing.assert_close(space.flatten(found) @ vectors[1], third, rtol=1e-4, atol=1e-6)
+            assert abs(space.flatten(found) @ vectors[1] - third) <= 1e-4 * abs(third) + 1e-6, name

@@ -91,33 +91,15 @@ def test_factors_can_be_differentiated():
     assert mg.gradcheck(products, (*inputs, v), order=2)
 
 
-def test_only_operators_on_the_same_parameters_add():
+def test_operators_on_other_parameters_do_not_add():
     other = Identity(ParameterSpace({"c": torch.zeros(6, dtype=torch.float64)}))
     with pytest.raises(
         ValueError, match=r"A \+ B: A and B must be on the same parameters.*a.w, b.* and .*c\)"
     ):
         Dense(A) + other
-    with pytest.raises(ValueError, match=r"c \* H: c must be a scalar, got a tensor of shape \(2,\)"):
-        Dense(A) * torch.ones(2)
     for operation in (lambda: Dense(A) + 1.0, lambda: Dense(A) - 1.0, lambda: Dense(A) * None):
         with pytest.raises(TypeError, match="unsupported operand"):
             operation()
-
-
-def test_vectors_are_checked():
-    H = Dense(A)
-    with pytest.raises(ValueError, match=r"H is \(6, 6\), so v must have shape \[6\] or \[6, k\], got \[5\]"):
-        H @ torch.zeros(5, dtype=torch.float64)
-    with pytest.raises(
-        ValueError, match=r"expected rows \[k, 6\] of torch.float64, got \(1, 6\) of torch.float32"
-    ):
-        H @ torch.zeros(6)
-    with pytest.raises(ValueError, match=r"expected rows \[k, 6\]"):
-        H.multiply(torch.zeros(6, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"v must be a dict of parameters, a vector .* got list"):
-        H @ [1.0] * 6
-    with pytest.raises(ValueError, match="H @ v: expected a dict with the names"):
-        H @ {"b": torch.zeros(2, dtype=torch.float64)}
 
 
 def test_what_is_not_finite_is_named():
@@ -186,13 +168,6 @@ def test_estimates_and_solutions():
     assert H.density(probes=2).n == 6
 
 
-def test_a_tensor_under_two_names_is_refused():
-    """Its derivative in either is that in both, and traces were twice as large."""
-    w = torch.ones(2, requires_grad=True)
-    with pytest.raises(ValueError, match=r"params\['a'\] and params\['b'\] are one tensor"):
-        mg.hessian(w.pow(3).sum(), {"a": w, "b": w})
-
-
 def test_solutions_have_the_form_of_the_right_hand_side():
     H, b = Dense(A), torch.arange(6.0).double()
     expected = torch.linalg.solve(A + 0.1 * torch.eye(6), b)
@@ -219,12 +194,8 @@ def test_roots_of_preconditioners_are_checked():
     call = r"H.preconditioned\(root\): "
     with pytest.raises(ValueError, match=call + r"root must be symmetric, .* Take the symmetric root"):
         Dense(A).preconditioned(lambda rows: rows @ torch.linalg.cholesky(A))
-    with pytest.raises(
-        ValueError, match=call + r"expected .* a diagonal \[6\] of torch.float64, got \[5\] of"
-    ):
+    with pytest.raises(ValueError, match=call + r"expected .* a diagonal \[6\] of .*, got \[5\] of"):
         Dense(A).preconditioned(torch.ones(5, dtype=torch.float64))
-    with pytest.raises(ValueError, match=call + r"expected .*, got float"):
-        Dense(A).preconditioned(2.0)
 
 
 class Quartic(nn.Module):

@@ -71,27 +71,3 @@ def test_spaces_are_the_same_if_coordinates_are():
     assert ParameterSpace(params).is_same(ParameterSpace(params))
     assert not ParameterSpace(params).is_same(ParameterSpace(everything()))  # other patterns
     assert not ParameterSpace({"w": torch.zeros(2)}).is_same(ParameterSpace({"w": torch.zeros(2).double()}))
-
-
-def test_vectors_must_have_the_form_of_the_parameters():
-    params = everything()
-    space, good = ParameterSpace(params), params
-    with pytest.raises(ValueError, match=r"H @ v: expected a dict with the names \[.*\], got \['empty'\]"):
-        space.flatten({"empty": good["empty"]}, call="H @ v")
-    with pytest.raises(
-        ValueError, match=r"'net.bias' must have shape \(\) and dtype torch.float64, got \(2,\)"
-    ):
-        space.flatten({**good, "net.bias": torch.zeros(2, dtype=torch.float64)})
-    with pytest.raises(ValueError, match=r"'net\.weight' must have shape .* got .* and torch\.float32"):
-        space.flatten({**good, "net.weight": torch.zeros(2, 3)})
-    with pytest.raises(
-        TypeError, match=r"'net\.bias' must be a dense tensor, as its parameter is, got float"
-    ):
-        space.flatten({**good, "net.bias": 1.0})
-    with pytest.raises(
-        TypeError, match="'sparse' must be a SparseTensor on the pattern of its parameter, got Tensor"
-    ):
-        space.flatten({**good, "sparse": torch.zeros(2, 2, dtype=torch.float64)})
-    other = SparseTensor(Pattern(torch.tensor([0]), torch.tensor([1]), (2, 2)), torch.ones(1).double())
-    with pytest.raises(TypeError, match="got one on another"):
-        space.flatten({**good, "sparse": other})

@@ -24,21 +24,27 @@ def test_it_converges_to_the_solution(scale):
     torch.testing.assert_close(solution.value, torch.linalg.solve(A, b.t()).t(), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7])
-@pytest.mark.parametrize("start", [False, True])
-def test_truncated_it_is_gradient_descent(steps, start):
-    A, b, scale = matrix("flat", 20), random(20), 0.25
-    x0 = random(20, seed=1) if start else None
-    expected = torch.zeros(20).double() if x0 is None else x0
-    for _ in range(steps):
-        expected = expected - scale * (A @ expected - b)
-    operator = MatrixMap(A)
-    solution = solve(
-        operator, b, method=Neumann(scale=scale), max_steps=steps, x0=x0, rtol=1e-12, check_symmetry=False
-    )
-    assert solution.result is Result.MAX_STEPS
-    torch.testing.assert_close(solution.value, expected)
-    assert operator.matvecs == solution.stats.matvecs == steps + 1 + start
+def test_truncated_it_is_gradient_descent():
+    for steps in [1, 2, 7]:
+        for start in [False, True]:
+            A, b, scale = matrix("flat", 20), random(20), 0.25
+            x0 = random(20, seed=1) if start else None
+            expected = torch.zeros(20).double() if x0 is None else x0
+            for _ in range(steps):
+                expected = expected - scale * (A @ expected - b)
+            operator = MatrixMap(A)
+            solution = solve(
+                operator,
+                b,
+                method=Neumann(scale=scale),
+                max_steps=steps,
+                x0=x0,
+                rtol=1e-12,
+                check_symmetry=False,
+            )
+            assert solution.result is Result.MAX_STEPS
+            torch.testing.assert_close(solution.value, expected)
+            assert operator.matvecs == solution.stats.matvecs == steps + 1 + start
 
 
 def test_a_series_that_diverges_ends_where_its_residual_is_least():

