@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metagrad.core.checks import is_a
 
-FACTORISED = (torch.float32, torch.float64)
+FACTORIZED = (torch.float32, torch.float64)
 """The dtypes whose matrices torch can factorize."""
 
 
@@ -49,7 +49,7 @@ Rows: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class OwnMatrices:
+class SeparateMatrices:
     """A linear map of rows in which each row has its own matrix. All rows are multiplied or none."""
 
     products: Rows
@@ -59,12 +59,13 @@ class OwnMatrices:
         return self.products(rows)
 
 
-def refuse_half(call: str, dtype: torch.dtype) -> None:
+def refuse_half(call: str, dtype: torch.dtype, *, other: str = "cg") -> None:
     """Raise ``TypeError`` if torch cannot factorize matrices of a dtype."""
-    if dtype not in FACTORISED:
+    if dtype not in FACTORIZED:
         raise TypeError(
-            f"{call}: factorises a matrix, which torch does in float32 and float64, got an operator of {dtype}. Take "
-            'method="cg", or parameters of another dtype: {name: p.detach().float() for name, p in params.items()}.'
+            f"{call}: factorizes a matrix, which torch does in float32 and float64, got an operator of {dtype}. Take "
+            f'method="{other}", or parameters of another dtype: '
+            "{name: p.detach().float() for name, p in params.items()}."
         )
 
 
@@ -76,8 +77,8 @@ def checked_size(call: str, operator: LinearMap) -> int:
             f"{call}: operator must be a linear map with {', '.join(parts)}, such as metagrad.hessian(loss, params), "
             f"got {type(operator).__name__}."
         )
-    shape = tuple(operator.shape) if isinstance(operator.shape, tuple) else (operator.shape,)
-    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+    shape = operator.shape
+    if not is_a(shape, tuple) or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise ValueError(f"{call}: operator must be square and not empty, got shape {shape}.")
     if not (is_a(operator.dtype, torch.dtype) and operator.dtype.is_floating_point):
         raise TypeError(f"{call}: operator must be of a floating point dtype, got {operator.dtype}.")

@@ -26,6 +26,7 @@ from metagrad.core.tree import Params, widened, zeros_for_none
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
+from metagrad.curvature.solvers.solve import APPROXIMATE
 from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, gradients, minus, refuse_sparse
 
 LOOSE = 1e-2
@@ -36,8 +37,6 @@ _NO_MINIMUM = (
     "larger penalty, such as a proximal term, give the method damping, as in CG(damping=1.0), or give iMAML "
     "matrix='ggn'."
 )
-
-_APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: 
     """
     results = solution.stats.results
     for row, result in enumerate(results):
-        if result not in _APPROXIMATE:
+        if result not in APPROXIMATE:
             which = f", of task {row} of {len(results)}" if len(results) > 1 else ""
             reason = _NO_MINIMUM if result is Result.NEGATIVE_CURVATURE else result.value
             raise SolveError(f"{call}: the solve with the Hessian of the inner loss{which}: {reason}")

@@ -114,7 +114,9 @@ def implicit_diff(
         check_solution(call, solution, relative_residual(solution, b), LOOSE_FOR_TASKS)
         return torch.where(sound, solution.value, torch.nan)
 
-    rows = _Attached.apply(hessians.join(hessians.leaves).detach(), hessians.join(hessians.slopes), solve)
+    rows = _ImplicitMinimum.apply(
+        hessians.join(hessians.leaves).detach(), hessians.join(hessians.slopes), solve
+    )
     found = dict(zip(hessians.names, hessians.split(rows), strict=True))
     return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
 
@@ -189,7 +191,7 @@ class _TaskHessians:
         return [part.reshape(leaf.shape) for part, leaf in parts]
 
 
-class _Attached(Function):
+class _ImplicitMinimum(Function):
     """The minimum. Its derivative with respect to the gradient of the loss is minus the inverse of the Hessian."""
 
     @staticmethod

@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
 
 class Scale(nn.Module):
-    """So that what comes into a layer is differentiated as well."""
+    """A map before a layer, so that derivatives with respect to the layer's input are needed."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

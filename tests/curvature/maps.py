@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class MatrixMap:
-    """The products of a square matrix, counted; differentiable where the matrix is."""
+    """A square matrix as a linear map that counts its products. Differentiable if the matrix is."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
@@ -40,7 +40,7 @@ def exponential(n: int) -> Tensor:
 
 
 def step(n: int) -> Tensor:
-    """A twentieth of the eigenvalues are 1, the others 0.001."""
+    """A twentieth of the eigenvalues are 1, and all other eigenvalues 0.001."""
     return torch.where(torch.arange(n) < max(n // 20, 1), 1.0, 1e-3).double()
 
 

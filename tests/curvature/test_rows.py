@@ -1,4 +1,4 @@
-"""Sums over a million elements in single precision, and what is estimated by them, against double precision."""
+"""Sums over a million elements in single precision, and estimates from them, against double precision."""
 
 from __future__ import annotations
 

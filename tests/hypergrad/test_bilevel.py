@@ -130,7 +130,7 @@ def test_edge_weights_and_tables_are_learned():
 
 
 def test_parameters_are_drawn_for_each_outer_step():
-    """The steps are those of a loop of hypergradients, one from each start."""
+    """The steps equal a loop of hypergradients, one from each start."""
     problem, method = ridge(), hypergrad.Unroll(SGD, steps=3)
     starts = [{"w": torch.full((6,), float(i), dtype=torch.float64)} for i in range(3)]
     settings = {"inner": SGD, "outer": mg.optim.rules.sgd(lr=1.0), "inner_steps": 0, "method": method}

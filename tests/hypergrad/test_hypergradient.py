@@ -114,7 +114,7 @@ def test_a_derivative_on_the_tape_is_taken_at_the_same_parameters():
 @pytest.mark.parametrize("damping", [0.0, 0.5])
 @pytest.mark.parametrize("make", [hypergrad.CG, hypergrad.Exact])
 def test_the_derivative_of_a_damped_derivative_is_that_of_its_formula(make, damping):
-    """At the minimum of p^4 / 4 + (p - lam)^2 / 2, whose slope in lam is 1 / (3 p^2 + 1), whatever the damping."""
+    """The minimum of p^4 / 4 + (p - lam)^2 / 2 has the derivative 1 / (3 p^2 + 1), for any damping."""
 
     def inner(params, hyper):
         return params["p"] ** 4 / 4 + (params["p"] - hyper["lam"]) ** 2 / 2
@@ -237,7 +237,7 @@ def test_darts_takes_the_outer_gradient_after_a_step():
     assert torch.allclose(found["log_penalty"], 0.1 * lam.cos() - 0.25 * lam.exp() * w * c, rtol=1e-6)
 
 
-# Sparse hyper-parameters, and tables
+# Sparse hyperparameters and embedding tables
 
 
 def test_edge_weights_have_a_derivative_on_their_pattern():

@@ -77,7 +77,7 @@ def test_tasks_that_run_together_have_what_they_have_alone(method):
 
 
 def test_gradients_flow_to_whatever_the_loss_was_computed_from():
-    """The minimum of (phi - s c)^2 is s c; s is captured, and c reaches the loss through a graph of its own."""
+    """The minimum of (phi - s c)^2 is s c. The loss captures s, and c has its own graph."""
     s = torch.tensor(2.0, requires_grad=True)
     root = torch.tensor(3.0, requires_grad=True)
     c = root**2

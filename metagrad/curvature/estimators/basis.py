@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.probing import Estimator, Probing
+from metagrad.curvature.estimators.probing import Estimator, ProbeSampler
 from metagrad.curvature.rows import orthonormal
 
 
@@ -88,7 +88,7 @@ class ProbedBasis(Estimator):
         probing: Draws probes and multiplies them.
     """
 
-    def __init__(self, probing: Probing) -> None:
+    def __init__(self, probing: ProbeSampler) -> None:
         self.probing = probing
         self.basis: Basis = Basis(probing.zeros(0, probing.n))
         self.probes: Tensor = probing.zeros(0, probing.n)

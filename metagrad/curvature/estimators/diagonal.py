@@ -13,8 +13,8 @@ from metagrad.core.checks import check_choice
 from metagrad.curvature.estimators.basis import ProbedBasis, inflation, left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probes import Distribution
-from metagrad.curvature.estimators.probing import Estimator, Probing, check_factorised, checked_budget, spend
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.estimators.probing import Estimator, ProbeSampler, checked_budget, spend
+from metagrad.curvature.linear_map import LinearMap, refuse_half
 
 
 class XDiag(ProbedBasis):
@@ -141,9 +141,9 @@ def diagonal(
     check_choice(f"{call}: method", method, Method)
     least = 2 if method == "xdiag" else 1
     budget = checked_budget(f'{call[:-1]}, method="{method}")', probes, rtol, least)
-    probing = Probing(call, operator, distribution, generator, chunk)
+    probing = ProbeSampler(call, operator, distribution, generator, chunk)
     if method == "xdiag":
-        check_factorised(call, method, operator.dtype)
+        refuse_half(f'{call[:-1]}, method="xdiag")', operator.dtype, other="hutchinson")
     return spend((XDiag if method == "xdiag" else _Ratio)(probing), budget, rtol, least)
 
 
@@ -156,7 +156,7 @@ class _Ratio(Estimator):
 
     name = "hutchinson"
 
-    def __init__(self, probing: Probing) -> None:
+    def __init__(self, probing: ProbeSampler) -> None:
         self.probing = probing
         zero = probing.zeros(probing.n)
         self.numerator, self.weights = zero, zero  # sums of x and of z^2

@@ -20,7 +20,7 @@ from metagrad.curvature.estimators.probes import (
     piece_sizes,
     rows_in_chunk,
 )
-from metagrad.curvature.linear_map import FACTORISED, LinearMap, checked_products, checked_size
+from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
 
 FIRST = 16  # products before the interval is first checked, because the spread of fewer samples is unreliable
 LEVEL = 0.95  # of the interval that rtol bounds
@@ -28,7 +28,7 @@ PROBES = 64  # the default
 MOST_PROBES = 1024  # the default maximum where rtol decides
 
 
-class Probing:
+class ProbeSampler:
     """A linear map and the random probes that are multiplied with it.
 
     Attributes:
@@ -87,15 +87,6 @@ class Probing:
     def rounding(self, norm: Tensor) -> Tensor:
         """Return the size of rounding errors in a trace, for a map of this Frobenius norm."""
         return torch.finfo(self.operator.dtype).eps * self.n**0.5 * norm.detach()
-
-
-def check_factorised(call: str, method: str, dtype: torch.dtype) -> None:
-    """Raise ``TypeError`` if torch cannot factorize matrices of a dtype."""
-    if dtype not in FACTORISED:
-        raise TypeError(
-            f'{call}: method="{method}" needs an orthonormal basis, which torch makes in float32 and float64, got '
-            f'{dtype}. Take method="hutchinson", or an operator of another dtype.'
-        )
 
 
 class Estimator(Protocol):

@@ -17,13 +17,12 @@ from metagrad.curvature.estimators.probing import (
     LEVEL,
     PROBES,
     Estimator,
-    Probing,
-    check_factorised,
+    ProbeSampler,
     checked_budget,
     spend,
 )
 from metagrad.curvature.estimators.xtrace import XTrace
-from metagrad.curvature.linear_map import FACTORISED, LinearMap, checked_size
+from metagrad.curvature.linear_map import FACTORIZED, LinearMap, checked_size, refuse_half
 from metagrad.curvature.rows import inner
 
 
@@ -38,7 +37,7 @@ class Hutchinson(Estimator):
     name = "hutchinson"
     has_subspace = False
 
-    def __init__(self, probing: Probing) -> None:
+    def __init__(self, probing: ProbeSampler) -> None:
         self.probing = probing
         self.samples: Tensor = probing.zeros(0)
         self.squares: Tensor = probing.zeros(0)
@@ -68,13 +67,13 @@ def _forms(probes: Tensor, products: Tensor) -> Tensor:
     return torch.stack([(probes * products).sum(1), products.square().sum(1)], 1)
 
 
-class Exact(Estimator):
+class ExactTrace(Estimator):
     """Sum the diagonal, from a product with each row of the identity."""
 
     name = "exact"
     has_subspace = False
 
-    def __init__(self, probing: Probing) -> None:
+    def __init__(self, probing: ProbeSampler) -> None:
         self.probing = probing
         self.diagonal: Tensor = probing.zeros(0)
         self.squares: Tensor = probing.zeros(0)
@@ -112,7 +111,7 @@ class HutchPlusPlus(Estimator):
     name = "hutch++"
     least = 3
 
-    def __init__(self, probing: Probing) -> None:
+    def __init__(self, probing: ProbeSampler) -> None:
         self.probing = probing
         self.basis: Basis = Basis(probing.zeros(0, probing.n))
         self.products_of_basis: Tensor = probing.zeros(0, probing.n)
@@ -155,7 +154,7 @@ class HutchPlusPlus(Estimator):
         )
 
 
-class Auto(Estimator):
+class AutoTrace(Estimator):
     r"""Estimate the trace by XTrace if its subspace pays, otherwise by Hutchinson's estimator.
 
     For b products, XTrace has b / 2 probes and a subspace of b / 2 dimensions. Hutchinson's estimator has b probes.
@@ -171,7 +170,7 @@ class Auto(Estimator):
 
     name = "auto"
 
-    def __init__(self, probing: Probing) -> None:
+    def __init__(self, probing: ProbeSampler) -> None:
         self.probing = probing
         self.chosen: Hutchinson | XTrace | None = None
 
@@ -225,7 +224,7 @@ def effective_rank(products: Tensor) -> float:
     return second**2 / fourth if fourth else math.nan
 
 
-ESTIMATORS: tuple[type[Estimator], ...] = (Auto, Exact, Hutchinson, HutchPlusPlus, XTrace)
+ESTIMATORS: tuple[type[Estimator], ...] = (AutoTrace, ExactTrace, Hutchinson, HutchPlusPlus, XTrace)
 _BY_NAME = {cls.name: cls for cls in ESTIMATORS}
 _SKETCH_BYTES = 2**30  # memory of XTrace that "auto" allows
 
@@ -309,9 +308,9 @@ def trace(
     estimator = _BY_NAME[method]
     if distribution is None:
         distribution = "sphere" if estimator.has_subspace else "rademacher"
-    probing = Probing(call, operator, distribution, generator, chunk, budget, rtol)
+    probing = ProbeSampler(call, operator, distribution, generator, chunk, budget, rtol)
     if estimator.has_subspace:
-        check_factorised(call, method, operator.dtype)
+        refuse_half(f'{call[:-1]}, method="{method}")', operator.dtype, other="hutchinson")
     return spend(estimator(probing), budget, None if method == "exact" else rtol, least)
 
 
@@ -319,4 +318,4 @@ def _chosen(operator: LinearMap, n: int, budget: int, rtol: float | None) -> str
     if n <= (budget if rtol is None else min(budget, PROBES)):
         return "exact"
     fits = 3 / 2 * budget * n * operator.dtype.itemsize <= _SKETCH_BYTES
-    return "auto" if budget >= FIRST and fits and operator.dtype in FACTORISED else "hutchinson"
+    return "auto" if budget >= FIRST and fits and operator.dtype in FACTORIZED else "hutchinson"

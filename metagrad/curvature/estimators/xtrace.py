@@ -39,7 +39,7 @@ class XTrace(ProbedBasis):
             return self.exact(on_basis.trace(), "trace")
         inside = inner(self.probes, basis)
         lost = left_out(lower)
-        one = _LeftOut(
+        one = _LeaveOneOut(
             on_basis,
             outer=inner(self.probes, self.products_of_basis) + lower,
             lost=lost,
@@ -68,7 +68,7 @@ Scales = tuple[int, Tensor] | None
 """Dimension of a complement, and the squared norms of the probes in it. None if probes are not rescaled."""
 
 
-class _LeftOut(NamedTuple):
+class _LeaveOneOut(NamedTuple):
     """The i-th probe and the basis without it, in coordinates of the whole basis Q.
 
     Tensors are [k, k] except ``whole``.

@@ -27,14 +27,14 @@ from metagrad.curvature.likelihoods.output_losses import (
 _Arguments: TypeAlias = dict[str, Any]
 
 
-class Evaluated(NamedTuple):
+class EvaluatedLoss(NamedTuple):
     """The value of a loss, and its closed form if it was recognized."""
 
     value: Tensor
     known: OutputLoss | None  # its output is the argument of the known function, with its graph
 
 
-def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree) -> Evaluated:
+def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree) -> EvaluatedLoss:
     """Call ``loss_fn(output, target)``, and find the closed form of its result.
 
     The form is known if ``loss_fn`` returns, unchanged, the result of ``F.cross_entropy``, ``F.mse_loss``,
@@ -48,16 +48,16 @@ def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree
     """
     value, call = _watched(lambda: loss_fn(output, target))
     if call is None or not _is_plain(call.arguments, tensors_in(output)):
-        return Evaluated(value, None)
-    return Evaluated(value, _MAKERS[call.function](call.arguments))
+        return EvaluatedLoss(value, None)
+    return EvaluatedLoss(value, _MAKERS[call.function](call.arguments))
 
 
-def recognized(loss: Callable[[], Tensor]) -> Evaluated:
+def recognized(loss: Callable[[], Tensor]) -> EvaluatedLoss:
     """Evaluate a loss whose output is unknown. Its closed form is a function of the input of the known loss."""
     value, call = _watched(loss)
     if call is None or any(tensor.requires_grad for tensor in _others(call.arguments)):
-        return Evaluated(value, None)
-    return Evaluated(value, _MAKERS[call.function](call.arguments))
+        return EvaluatedLoss(value, None)
+    return EvaluatedLoss(value, _MAKERS[call.function](call.arguments))
 
 
 def is_affine_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_type
-from metagrad.curvature.operators.operator import Operator, Wrapped
+from metagrad.curvature.operators.operator import Operator, OperatorWrapper
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Averaged(Wrapped):
+class Averaged(OperatorWrapper):
     r"""The mean of the operators of all ranks, :math:`\frac{1}{W} \sum_w A_w`. A product costs one all-reduce.
 
     Each rank makes its operator from its own data, at the same parameters. All ranks make the same products in the

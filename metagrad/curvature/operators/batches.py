@@ -35,7 +35,7 @@ def is_one_batch(data: object) -> bool:
     return isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable)
 
 
-class Accumulated(Operator):
+class BatchedOperator(Operator):
     r"""The exact operator of data in batches, with the graph of one batch at a time.
 
     .. math:: A = \sum_b \frac{n_b}{\sum_{b'} n_{b'}} A_b, \qquad\text{or}\qquad A = \sum_b A_b
@@ -172,7 +172,7 @@ def count_of(
     return None if reduction == "sum" else num_data(call, batch)
 
 
-def checked_deterministic(operator: Accumulated, model: nn.Module | None = None) -> Accumulated:
+def checked_deterministic(operator: BatchedOperator, model: nn.Module | None = None) -> BatchedOperator:
     """Return ``operator``. Raise ``ValueError`` if two passes differ by more than rounding.
 
     Args:

@@ -16,8 +16,8 @@ from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import LossFn
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.batches import (
-    Accumulated,
     Batch,
+    BatchedOperator,
     Reduction,
     checked_deterministic,
     count_of,
@@ -154,7 +154,9 @@ def operator_of(
     if is_alone:
         return of_batch(data)
     model = problem.model if isinstance(problem.model, nn.Module) else None
-    return checked_deterministic(Accumulated(problem.call, problem.space, of_batch, data, begin_pass), model)
+    return checked_deterministic(
+        BatchedOperator(problem.call, problem.space, of_batch, data, begin_pass), model
+    )
 
 
 OutputMatrix: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]

@@ -17,8 +17,8 @@ from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import zeros_for_none
 from metagrad.curvature.likelihoods.recognition import recognized
 from metagrad.curvature.operators.batches import (
-    Accumulated,
     Batch,
+    BatchedOperator,
     Reduction,
     checked_deterministic,
     count_of,
@@ -131,7 +131,7 @@ def hessian(
     is_alone = is_one_batch(batches)
     if is_alone:
         return of_batch(batches)
-    return checked_deterministic(Accumulated(_CALL, space, of_batch, batches))
+    return checked_deterministic(BatchedOperator(_CALL, space, of_batch, batches))
 
 
 class HessianOperator(GraphOperator):

@@ -184,8 +184,12 @@ class Operator:
             raise ValueError(
                 f"A + B: A and B must be on the same parameters, got {self.space} and {other.space}."
             )
-        return Sum(
-            [term for part in (self, other) for term in (part.terms if isinstance(part, Sum) else [part])]
+        return OperatorSum(
+            [
+                term
+                for part in (self, other)
+                for term in (part.terms if isinstance(part, OperatorSum) else [part])
+            ]
         )
 
     def __sub__(self, other: Operator) -> Operator:
@@ -199,7 +203,7 @@ class Operator:
             return NotImplemented
         if isinstance(factor, Tensor) and factor.numel() != 1:
             raise ValueError(f"c * H: c must be a scalar, got a tensor of shape {tuple(factor.shape)}.")
-        return Scaled(self, factor.reshape(()) if isinstance(factor, Tensor) else factor)
+        return ScaledOperator(self, factor.reshape(()) if isinstance(factor, Tensor) else factor)
 
     def __rmul__(self, factor: float | Tensor) -> Operator:
         return self * factor
@@ -234,7 +238,7 @@ class Operator:
             tensor([[24.,  0.],
                     [ 0.,  3.]])
         """
-        return Preconditioned(self, root)
+        return PreconditionedOperator(self, root)
 
     def __getitem__(self, name: str) -> Operator:
         """Return the diagonal block of one parameter, or of all parameters below a name: ``H["head"]``."""
@@ -309,7 +313,7 @@ class Operator:
         return repr(self.space.name_at(int(bad[0])))
 
 
-class Sum(Operator):
+class OperatorSum(Operator):
     """A sum of operators on the same parameters."""
 
     def __init__(self, terms: Sequence[Operator]) -> None:
@@ -327,7 +331,7 @@ class Sum(Operator):
             term.close()
 
 
-class Wrapped(Operator):
+class OperatorWrapper(Operator):
     """An operator made from another operator, which it closes."""
 
     def __init__(self, operator: Operator, space: ParameterSpace | None = None) -> None:
@@ -338,7 +342,7 @@ class Wrapped(Operator):
         self.operator.close()
 
 
-class Scaled(Wrapped):
+class ScaledOperator(OperatorWrapper):
     """An operator times a scalar, which may require grad."""
 
     def __init__(self, operator: Operator, factor: float | Tensor) -> None:
@@ -349,7 +353,7 @@ class Scaled(Wrapped):
         return self.operator.multiply(vectors) * self.factor
 
 
-class Preconditioned(Wrapped):
+class PreconditionedOperator(OperatorWrapper):
     """An operator between two copies of a symmetric map, R H R."""
 
     def __init__(self, operator: Operator, root: Rows | Tensor | Vectors) -> None:
@@ -396,7 +400,7 @@ class Identity(Operator):
         return vectors.clone()
 
 
-class DiagonalBlock(Wrapped):
+class DiagonalBlock(OperatorWrapper):
     """A diagonal block of an operator."""
 
     def _products(self, vectors: Tensor) -> Tensor:

@@ -259,6 +259,6 @@ def _values(call: str, params: Parameters) -> Iterator[tuple[str, Tensor]]:
     for name, p in params.items():
         if not is_a(p, Tensor, SparseTensor):
             raise TypeError(f"{call}: {name!r} must be a tensor or a SparseTensor, got {type(p).__name__}.")
-        if is_lazy(p):
+        if is_lazy(values_of(p)):
             raise ValueError(f"{call}: {name!r} is a lazy parameter. Call the model once to initialize it.")
         yield name, values_of(p)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.curvature.linear_map import OwnMatrices, Rows, refuse_half
+from metagrad.curvature.linear_map import Rows, SeparateMatrices, refuse_half
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
@@ -72,6 +72,6 @@ class Dense(Solver):
 def matrices_of(products: Rows, b: Tensor) -> Tensor:
     """Compute the matrix of a map, ``[1, n, n]``, or the matrices of the rows of ``b``, ``[k, n, n]``."""
     identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
-    if not isinstance(products, OwnMatrices):
+    if not isinstance(products, SeparateMatrices):
         return products(identity)[None]
     return torch.stack([products(row.expand_as(b)) for row in identity], -1)

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.curvature.linear_map import OwnMatrices, Rows
+from metagrad.curvature.linear_map import Rows, SeparateMatrices
 from metagrad.curvature.rows import norm
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.system import LinearSystem
@@ -69,7 +69,7 @@ def multiply(products: Rows, rows: Tensor, active: Tensor) -> Tensor:
     index = active.nonzero().squeeze(1)
     if len(index) == len(rows):
         return products(rows)
-    if isinstance(products, OwnMatrices):
+    if isinstance(products, SeparateMatrices):
         return torch.where(active[:, None], products(rows), 0.0)
     return torch.zeros_like(rows).index_copy(0, index, products(rows[index]))
 

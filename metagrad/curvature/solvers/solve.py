@@ -30,7 +30,7 @@ from metagrad.curvature.solvers.preconditioner import (
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
 from metagrad.curvature.solvers.system import (
     CALL,
-    Counted,
+    CountingMap,
     LinearSystem,
     check_numbers,
     check_vector,
@@ -39,7 +39,7 @@ from metagrad.curvature.solvers.system import (
 
 SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "pcg": CG, "dense": Dense, "neumann": Neumann}
 
-_APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
+APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
 """Results whose value approximates a solution, so the implicit function theorem holds approximately."""
 
 
@@ -139,7 +139,7 @@ def solve(
         check_vector("x0", x0, operator, like=b)
     weight = checked_damping(damping)
     precondition = checked_preconditioner(CALL, preconditioner, operator, weight, check_symmetry)
-    counted = Counted(operator)
+    counted = CountingMap(operator)
     if check_symmetry and counted.num_matrices is None:
         check_symmetric(CALL, "operator", counted, counted.multiply)
     system = LinearSystem(counted, damping, weight, generator)
@@ -148,7 +148,7 @@ def solve(
     start = None if x0 is None else _start(x0 if x0.ndim == 2 else x0[None], rows)
     _refuse_norms_out_of_range(rows)
     limits = Limits((rtol * length(rows)).clamp_min(atol), max_steps or min(10 * n, 10_000))
-    work = _Work(system, solver, precondition)
+    work = _SystemSolver(system, solver, precondition)
     run = work.off_the_tape(rows, start, limits)
     x, product = run.x, system.multiply(run.x.detach())
     status, residuals = _true_residuals(run.status, product, rows, limits)
@@ -186,7 +186,7 @@ def _start(x0: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _SystemSolver:
     """A system and the solver that was set up for it."""
 
     system: LinearSystem
@@ -210,7 +210,7 @@ class _Work:
     ) -> Tensor:
         """Make the solution differentiable by the implicit function theorem, if it holds."""
         for result in results:
-            if result not in _APPROXIMATE:
+            if result not in APPROXIMATE:
                 sentence = (
                     f"{CALL}: the value is not a solution, so the implicit function theorem gives no derivative: "
                     f"{result.value}"
@@ -235,7 +235,7 @@ class _Work:
         run = self.off_the_tape(rows, None, Limits(rtol * length(rows), max_steps))
         results = {RESULTS[int(index)] for index in to_list(run.status)}
         for result in results:
-            if result not in _APPROXIMATE:
+            if result not in APPROXIMATE:
                 raise SolveError(f"{CALL}: the solve of its derivative failed: {result.value}")
         if expects_convergence and Result.MAX_STEPS in results:
             warn(

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import check_count, check_number, check_type, is_a
-from metagrad.curvature.linear_map import LinearMap, OwnMatrices, Rows, shaped_products
+from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, shaped_products
 from metagrad.curvature.solvers.implicit import is_batched
 
 CALL = "solve(operator, b)"
 
 
-class Counted:
+class CountingMap:
     """A linear map that counts its products and checks their shape."""
 
     def __init__(self, operator: LinearMap) -> None:
@@ -37,7 +37,7 @@ class Counted:
 class LinearSystem:
     """``A + damping I`` as a linear map of rows, with all that sets up a solver for it."""
 
-    undamped: Counted
+    undamped: CountingMap
     damping: float | Tensor
     weight: float  # the damping as a constant
     generator: torch.Generator | None
@@ -53,7 +53,7 @@ class LinearSystem:
     def constant_rows(self) -> Rows:
         """The products without a graph, as solvers take them."""
         constant = self.constant_products
-        return constant if self.undamped.num_matrices is None else OwnMatrices(constant)
+        return constant if self.undamped.num_matrices is None else SeparateMatrices(constant)
 
     def constant_products(self, vectors: Tensor) -> Tensor:
         """Multiply rows without a graph."""

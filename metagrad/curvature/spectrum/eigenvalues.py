@@ -12,7 +12,7 @@ from metagrad.curvature.estimators.probes import check_drawing
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
 from metagrad.curvature.rows import scaled_norm
 from metagrad.curvature.spectrum.first_order import first_order
-from metagrad.curvature.spectrum.thick_restart import Subspace, Which, ranking, thick_restart_lanczos
+from metagrad.curvature.spectrum.thick_restart import SpectrumEnd, Subspace, ranking, thick_restart_lanczos
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ def eigenvalues(
     operator: LinearMap,
     k: int,
     *,
-    which: Which = "largest",
+    which: SpectrumEnd = "largest",
     rtol: float = 1e-5,
     max_matvecs: int | None = None,
     max_basis: int | None = None,
@@ -133,7 +133,7 @@ def eigenvalues(
     check_count(f"{_CALL}: k", k)
     if k > n:
         raise ValueError(f"{_CALL}: the operator is {n} x {n}, so k must be from 1 to {n}, got {k}.")
-    check_choice(f"{_CALL}: which", which, Which)
+    check_choice(f"{_CALL}: which", which, SpectrumEnd)
     check_number(f"{_CALL}: rtol", rtol, 0, below=1)
     check_count(f"{_CALL}: max_basis", max_basis, min(n, k + 2), optional=True)
     check_count(f"{_CALL}: max_matvecs", max_matvecs, 2 * k, optional=True)
@@ -157,7 +157,7 @@ def eigenvalues(
 _CALL = "eigenvalues(operator, k)"
 
 
-def _with_residuals(operator: LinearMap, found: Subspace, which: Which, rtol: float) -> Eigenpairs:
+def _with_residuals(operator: LinearMap, found: Subspace, which: SpectrumEnd, rtol: float) -> Eigenpairs:
     """Multiply once more. Only this product is differentiable."""
     vectors = found.vectors / scaled_norm(found.vectors).unsqueeze(1)
     images = checked_products(_CALL, operator, vectors)

@@ -134,7 +134,8 @@ def lanczos_step(
     if j > locked:
         mismatch = (report[:, locked:j] - projected[:, j, locked:j]).abs().amax(1)
         _check_symmetric(mismatch, scales, operator.dtype, call)
-    norms = torch.where(report[:, -2] > _negligible(operator.dtype) * scales, report[:, -2], 0.0)
+    rounding = 10 * torch.finfo(operator.dtype).eps * scales  # of a product that is orthogonalized
+    norms = torch.where(report[:, -2] > rounding, report[:, -2], 0.0)
     projected[:, j, j] = report[:, j]
     if j + 1 < projected.shape[1]:
         projected[:, j, j + 1] = projected[:, j + 1, j] = norms
@@ -162,11 +163,6 @@ def orthogonalize(vectors: Tensor, rows: Tensor, near: int) -> tuple[Tensor, Ten
 def _without(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     parts = inner(vectors, rows)
     return parts, torch.baddbmm(vectors, parts, rows, alpha=-1)
-
-
-def _negligible(dtype: torch.dtype) -> float:
-    """Return the share of a product below which the rest after orthogonalization is rounding."""
-    return 10 * torch.finfo(dtype).eps
 
 
 def _check_symmetric(mismatch: Tensor, scales: Tensor, dtype: torch.dtype, call: str) -> None:

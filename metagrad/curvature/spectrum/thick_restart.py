@@ -13,7 +13,7 @@ from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.rows import scaled_norm
 from metagrad.curvature.spectrum.lanczos import lanczos_step, orthogonalize
 
-Which = Literal["largest", "smallest", "both", "magnitude"]
+SpectrumEnd = Literal["largest", "smallest", "both", "magnitude"]
 
 MISS = 0.01
 """Approximate probability that a copy of a repeated eigenvalue is missed because of an unlucky start vector."""
@@ -79,7 +79,7 @@ def thick_restart_lanczos(
     operator: LinearMap,
     k: int,
     *,
-    which: Which,
+    which: SpectrumEnd,
     rtol: float,
     max_matvecs: int,
     max_basis: int,
@@ -142,7 +142,7 @@ def thick_restart_lanczos(
     return Subspace(vectors, space.scale, space.matvecs, settled)
 
 
-def ranking(values: Tensor, which: Which, bonus: Tensor | float = 0.0) -> Tensor:
+def ranking(values: Tensor, which: SpectrumEnd, bonus: Tensor | float = 0.0) -> Tensor:
     """Return indices from the most wanted to the least wanted value.
 
     For "both", the ends alternate, the largest first. ``bonus`` breaks near ties.
@@ -168,7 +168,9 @@ def ritz_pairs(space: KrylovSpace) -> RitzPairs:
     return RitzPairs(values, coordinates, residuals)
 
 
-def nothing_missed(space: KrylovSpace, pairs: RitzPairs, k: int, which: Which, tolerance: float) -> bool:
+def nothing_missed(
+    space: KrylovSpace, pairs: RitzPairs, k: int, which: SpectrumEnd, tolerance: float
+) -> bool:
     """Return whether the search in addition to the k wanted pairs would have shown another wanted one."""
     locked, others = pairs.values[:k], pairs.values[space.locked :]
     residuals = pairs.residuals[space.locked :]
@@ -178,7 +180,7 @@ def nothing_missed(space: KrylovSpace, pairs: RitzPairs, k: int, which: Which, t
     )
 
 
-def _wanted_ends(wanted: Tensor, which: Which) -> list[tuple[int, float]]:
+def _wanted_ends(wanted: Tensor, which: SpectrumEnd) -> list[tuple[int, float]]:
     """Return the wanted ends of the spectrum as pairs (sign, threshold): sign * eigenvalue is above the threshold."""
     if which == "magnitude":
         return [(sign, float(wanted.abs().min())) for sign in (1, -1)]

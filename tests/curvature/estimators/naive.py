@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.estimators.diagonal import XDiag
-from metagrad.curvature.estimators.probing import Probing
+from metagrad.curvature.estimators.probing import ProbeSampler
 from metagrad.curvature.estimators.trace import HutchPlusPlus
 from metagrad.curvature.estimators.xtrace import XTrace
 from tests.curvature.maps import MatrixMap
@@ -18,7 +18,7 @@ def fitted(cls, matrix: Tensor, products: int, distribution="rademacher", seed=0
     """An estimator that has spent its products, in equal batches."""
     generator = torch.Generator().manual_seed(seed)
     estimator: XTrace | XDiag | HutchPlusPlus = cls(
-        Probing("trace(operator, ...)", MatrixMap(matrix), distribution, generator, "64MiB")
+        ProbeSampler("trace(operator, ...)", MatrixMap(matrix), distribution, generator, "64MiB")
     )
     for _ in range(batches):
         estimator.extend(products // batches)

@@ -30,7 +30,7 @@ def test_what_was_appended_is_lower_times_rows():
 
 
 def test_signs_of_a_factorisation_do_not_matter():
-    """LAPACK finds the rows that it made itself with a plus; other libraries need not."""
+    """LAPACK returns its own rows with a plus sign. Other libraries may not."""
     given = vectors(7)
     basis = Basis(given.new_zeros(0, 12))
     basis.append(given[:4], "f()")

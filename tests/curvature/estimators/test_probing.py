@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import torch
 
 from metagrad.curvature import ggn, hessian
-from metagrad.curvature.estimators.probing import Probing
+from metagrad.curvature.estimators.probing import ProbeSampler
 
 
 def probing(operator, chunk="64MiB"):
-    return Probing("f(operator)", operator, "rademacher", torch.Generator().manual_seed(0), chunk)
+    return ProbeSampler("f(operator)", operator, "rademacher", torch.Generator().manual_seed(0), chunk)
 
 
 def operator_like(**changes):

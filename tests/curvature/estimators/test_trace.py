@@ -16,9 +16,9 @@ from tests.marks import slow
 
 
 class Case(NamedTuple):
-    """What holds of a method with a subspace."""
+    """Properties of a method with a subspace."""
 
-    everything: int  # products at which the subspace is all of 20 dimensions
+    everything: int  # products at which the subspace has all 20 dimensions
     least: int  # products that it needs
     median: float  # of relative errors, on 0.7^i with 120 products
 
@@ -222,7 +222,7 @@ def test_effective_rank():
     assert math.isnan(effective_rank(torch.zeros(8, 5)))
 
 
-def test_auto_takes_hutchinson_where_torch_does_not_factorise():
+def test_auto_takes_hutchinson_where_torch_does_not_factorize():
     found = trace(MatrixMap(torch.eye(100, dtype=torch.bfloat16)), probes=32)
     assert (found.method, found.value.item()) == ("hutchinson", 100)
 

@@ -1,4 +1,4 @@
-"""An operator averaged over processes, which are threads here, is that of all data."""
+"""An operator averaged over ranks equals the operator of all data. Threads stand for ranks."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_terms_may_be_counted_by_a_function():
     for make in [ggn, hessian_of]:
         model, params, x, y = made()
 
-        def loss_fn(z, y):  # over what is not padding
+        def loss_fn(z, y):  # mean over tokens that are not padding
             return (F.cross_entropy(z, y, reduction="none") * (y != 1)).sum() / (y != 1).sum()
 
         count = lambda batch: int((batch[1] != 1).sum())  # noqa: E731
@@ -187,7 +187,7 @@ def test_batch_norm_and_a_shuffling_loader_are_named():
     ):
         ggn(model, F.cross_entropy, params, loader)
     model.eval()
-    ggn(model, F.cross_entropy, params, loader)  # the order of the sum alone
+    ggn(model, F.cross_entropy, params, loader)  # only the order of the sum changes
 
 
 def test_only_what_moved_is_named():
@@ -288,7 +288,7 @@ def test_the_gradient_and_the_product_are_looked_at(moves):
     model, params, x, y = made()
     passes = []
 
-    def loss_fn(z, y):  # equal in value; from the second pass on with another gradient, or another curvature
+    def loss_fn(z, y):  # from the second pass on, the value is equal and the gradient or curvature is not
         passes.append(1)
         extra = (z - z.detach()) if moves == "gradient" else (z - z.detach()).square()
         return F.cross_entropy(z, y) + len(passes) // 2 * extra.sum()

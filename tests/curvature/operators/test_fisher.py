@@ -28,7 +28,7 @@ def flat(tensors):
 
 
 def gradients(model, loss_of, x, y):
-    """The gradient of every datum, one after the other."""
+    """Return the gradient of each datum."""
     return torch.stack(
         [
             flat(torch.autograd.grad(loss_of(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters())))
@@ -131,7 +131,7 @@ def test_batches_have_labels_of_their_own():
 
 
 def test_labels_are_drawn_as_the_model_predicts():
-    # Two data with probabilities of (0.9, 0.1): a score is (1 - p) with p, and -p with 1 - p.
+    # Probabilities are 0.9 and 0.1. A score is 1 - p with probability p, and -p with probability 1 - p.
     params = {"w": torch.tensor([0.9, 0.1], dtype=torch.float64).logit()}
     x = torch.ones(2000, 1, dtype=torch.float64)
     loss_fn = F.binary_cross_entropy_with_logits

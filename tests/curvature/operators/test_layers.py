@@ -1,4 +1,4 @@
-"""Every layer: its Hessian against finite differences of the gradient, or its refusal."""
+"""The Hessian of every layer against finite differences of the gradient, or its error."""
 
 from __future__ import annotations
 

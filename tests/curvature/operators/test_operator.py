@@ -1,4 +1,4 @@
-"""The algebra of operators, their products in every form, and what they delegate."""
+"""The algebra of operators, their products in every form, and their estimates and solutions."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_scipy():
         Dense(A.bfloat16()).to_scipy()
 
 
-# What is delegated
+# Estimates and solutions
 
 
 def test_estimates_and_solutions():

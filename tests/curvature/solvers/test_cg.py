@@ -96,7 +96,7 @@ def test_negative_curvature_is_met_with_its_direction():
     torch.testing.assert_close(d.norm(), torch.ones_like(d.norm()))
     assert b @ d > 0  # the model falls along it
     steps = int(solution.stats.steps)
-    # The iterate so far is that of as many steps on their own.
+    # The iterate equals the iterate of a separate run of as many steps.
     truncated = solve(MatrixMap(A), b, method="cg", max_steps=steps)
     assert truncated.result is Result.MAX_STEPS
     torch.testing.assert_close(solution.value, truncated.value)

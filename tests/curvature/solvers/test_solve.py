@@ -1,4 +1,4 @@
-"""Solving: every method on every kind of system, derivatives of solutions, and what is refused."""
+"""Every method on every kind of system, derivatives of solutions, and errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_rows_are_solved_as_one_by_one():
 
 
 class Stack:
-    """Several matrices as one map, each of which has a row."""
+    """Several matrices as one map. Each matrix has a row."""
 
     def __init__(self, matrices):
         self.matrices = matrices
@@ -462,7 +462,7 @@ def test_a_diagonal_is_the_inverse_of_the_damped_diagonal_operator():
         solve(MatrixMap(torch.eye(2)), torch.ones(2), preconditioner=torch.tensor([1.0, -2.0]), damping=1.0)
 
 
-# What is refused
+# Half precision
 
 
 def test_factorisations_of_half_precision_ended_in_errors_about_kernels():
@@ -470,7 +470,7 @@ def test_factorisations_of_half_precision_ended_in_errors_about_kernels():
         for method in ["dense"]:
             w = torch.ones(3, dtype=dtype, requires_grad=True)
             with mg.curvature.hessian((w**2).sum(), {"w": w}) as H:
-                with pytest.raises(TypeError, match=f"factorises a matrix, .* got an operator of {dtype}"):
+                with pytest.raises(TypeError, match=f"factorizes a matrix, .* got an operator of {dtype}"):
                     mg.curvature.solve(H, torch.ones(3, dtype=dtype), method=method)
                 assert torch.equal(
                     mg.curvature.solve(H, torch.ones(3, dtype=dtype)).value, torch.full_like(w, 0.5)

@@ -1,4 +1,4 @@
-"""Eigenvalues against torch.linalg.eigh: known spectra, repeated eigenvalues, small sizes; bounds; derivatives."""
+"""Eigenvalues against torch.linalg.eigh: known spectra, repeated eigenvalues, small sizes, bounds and derivatives."""
 
 from __future__ import annotations
 

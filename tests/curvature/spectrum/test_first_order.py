@@ -1,4 +1,4 @@
-"""The first derivative passes, eager and under transforms; the second is refused only where it is taken."""
+"""The first derivative passes, eager and under transforms. A second derivative raises only if it is taken."""
 
 from __future__ import annotations
 

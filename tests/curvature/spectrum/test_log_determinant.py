@@ -1,4 +1,4 @@
-"""Log-determinants against torch.linalg.slogdet; the coverage of their intervals; refusals."""
+"""Log-determinants against dense ones, their derivatives, and errors."""
 
 from __future__ import annotations
 
