@@ -108,7 +108,7 @@ def moved_by(
 def rule_for(rule: RuleOf, problem: Problem, hyper: Sequence[Tensor]) -> Rule:
     """Return the rule, made from ``hyper`` if it is a function."""
     call = "hypergradient(..., method)"
-    if isinstance(rule, type):
+    if isinstance(rule, type) and not _is_rule(rule):
         raise TypeError(
             f"{call}: Unroll takes a rule such as mg.optim.rules.sgd(lr=0.1), got {rule.__name__}."
         )

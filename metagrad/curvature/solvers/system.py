@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import check_count, check_number, check_type, is_a
+from metagrad.core.checks import check_count, check_number, is_a
 from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, shaped_products
 from metagrad.curvature.solvers.implicit import is_batched
 
@@ -71,7 +71,8 @@ def check_numbers(rtol: float, atol: float, max_steps: int | None, order: int) -
 
 def checked_damping(damping: float | Tensor) -> float:
     """Return the value of the damping."""
-    check_type("solve(..., damping)", damping, numbers.Real, Tensor)
+    if not isinstance(damping, (numbers.Real, Tensor)):
+        raise TypeError(f"solve(..., damping): expected a number or a tensor, got {type(damping).__name__}.")
     if isinstance(damping, Tensor) and damping.numel() != 1:
         raise ValueError(
             f"solve(..., damping): expected a number or a tensor with one element, got shape {tuple(damping.shape)}."
