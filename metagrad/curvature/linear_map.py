@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,8 +77,8 @@ def checked_size(call: str, operator: LinearMap) -> int:
             f"{call}: operator must be a linear map with {', '.join(parts)}, such as metagrad.hessian(loss, params), "
             f"got {type(operator).__name__}."
         )
-    shape = operator.shape
-    if not is_a(shape, tuple) or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+    shape: Any = operator.shape
+    if not hasattr(shape, "__len__") or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise ValueError(f"{call}: operator must be square and not empty, got shape {shape}.")
     if not (is_a(operator.dtype, torch.dtype) and operator.dtype.is_floating_point):
         raise TypeError(f"{call}: operator must be of a floating point dtype, got {operator.dtype}.")
