@@ -11,15 +11,7 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_number, check_positive
 from metagrad.core.tree import HALF, Params, leaf_names, tree_leaves, zeros_for_none
-from metagrad.hypergrad.problem import (
-    CALL,
-    CREATE,
-    Derivative,
-    Problem,
-    gradients,
-    minus,
-    refuse_sparse,
-)
+from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, gradients, minus, refuse_sparse
 
 
 @dataclass(frozen=True)

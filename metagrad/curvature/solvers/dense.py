@@ -9,16 +9,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import Rows, SeparateMatrices, refuse_half
-from metagrad.curvature.solvers.iteration import (
-    RUNNING,
-    Limits,
-    Run,
-    Solver,
-    begun,
-    fill,
-    initial,
-    is_finite,
-)
+from metagrad.curvature.solvers.iteration import RUNNING, Limits, Run, Solver, begun, fill, initial, is_finite
 from metagrad.curvature.solvers.solution import Result
 
 

@@ -14,19 +14,10 @@ from metagrad.core.tree import HALF
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.dense import Dense
-from metagrad.curvature.solvers.implicit import (
-    Inverse,
-    attach,
-    is_batched,
-    refuse_derivatives,
-)
+from metagrad.curvature.solvers.implicit import Inverse, attach, is_batched, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
 from metagrad.curvature.solvers.neumann import Neumann
-from metagrad.curvature.solvers.preconditioner import (
-    Preconditioner,
-    check_symmetric,
-    checked_preconditioner,
-)
+from metagrad.curvature.solvers.preconditioner import Preconditioner, check_symmetric, checked_preconditioner
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
 from metagrad.curvature.solvers.system import (
     CALL,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Eigenpairs:
 
     Attributes:
         values: Rayleigh quotients :math:`\lambda = v^T A v`, shape [k]. Differentiable if products are.
-        vectors: Unit vectors, rows, shape [k, n]. Constants. None if ``vectors=False``.
+        vectors: Unit vectors, rows, shape [k, n]. Constants.
         residuals: :math:`\|A v - \lambda v\|` from a final product, plus possible rounding errors, shape [k].
         matvecs: Number of products.
         converged: Whether every residual is at most ``rtol`` times the operator's norm, up to rounding, and the
@@ -33,12 +33,12 @@ class Eigenpairs:
 
     Example:
         >>> from metagrad.curvature.spectrum.eigenvalues import Eigenpairs
-        >>> Eigenpairs(torch.tensor([3.0, 1.0]), None, torch.tensor([1e-6, 1e-5]), 30, True)
+        >>> Eigenpairs(torch.tensor([3.0, 1.0]), torch.eye(2), torch.tensor([1e-6, 1e-5]), 30, True)
         2 eigenvalues from 1 to 3, +- at most 1e-05 (30 products)
     """
 
     values: Tensor
-    vectors: Tensor | None
+    vectors: Tensor
     residuals: Tensor
     matvecs: int
     converged: bool
@@ -61,7 +61,6 @@ def eigenvalues(
     max_matvecs: int | None = None,
     max_basis: int | None = None,
     copies: bool = True,
-    vectors: bool = True,
     generator: torch.Generator | None = None,
 ) -> Eigenpairs:
     r"""Compute k eigenvalues at the ends of the spectrum, with vectors and bounds.
@@ -102,7 +101,6 @@ def eigenvalues(
             value may stand for several copies of an eigenvalue, and later values are then not the next ones. If no
             eigenvalue is repeated, as is typical at the ends of the spectrum of a network's Hessian, both results are
             equal.
-        vectors: Also return the vectors.
         generator: Draws the start vectors.
 
     Returns:
@@ -150,8 +148,7 @@ def eigenvalues(
         generator=generator,
         call=_CALL,
     )
-    pairs = _with_residuals(operator, found, which, rtol)
-    return pairs if vectors else replace(pairs, vectors=None)
+    return _with_residuals(operator, found, which, rtol)
 
 
 _CALL = "eigenvalues(operator, k)"

@@ -37,7 +37,6 @@ def check_pairs(dense: torch.Tensor, pairs: Eigenpairs, k: int, which: str, rtol
     values, norm = pairs.values.double(), float(everything.abs().max())
     assert pairs.converged
     assert values.shape == pairs.residuals.shape == (k,)
-    assert vectors is not None
     assert pairs.values.dtype == vectors.dtype == dense.dtype
     torch.testing.assert_close(values, exact(dense, k, which), rtol=0, atol=2 * rtol * norm)
     nearest = (values.unsqueeze(1) - everything).abs().min(1).values
