@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import distinct_and_places
-from metagrad.core.checks import check_count, is_a
+from metagrad.core.checks import check_count, check_type, is_a
 from metagrad.sparse.checks import check_index, check_indices, check_shape
 from metagrad.sparse.policy import count_merge, timed
 
@@ -226,11 +226,7 @@ class Pattern:
     @classmethod
     def from_mask(cls, mask: Tensor) -> Pattern:
         """Make the pattern of the true cells of a boolean matrix."""
-        if not is_a(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
-            what = f"{mask.dtype}, {mask.ndim}-d" if is_a(mask, Tensor) else type(mask).__name__
-            raise TypeError(
-                f"Pattern.from_mask(mask): mask must be a boolean tensor of two dimensions, got {what}."
-            )
+        check_mask("Pattern.from_mask(mask)", mask)
         row, col = mask.nonzero(as_tuple=True)
         return cls._trusted(row, col, (mask.shape[0], mask.shape[1]))
 
@@ -374,7 +370,7 @@ class Pattern:
 
     @timed("conversion")
     def _intersected(self, other: Pattern) -> Merge:
-        place = other.find(self.row, self.col)
+        place = other._find(self.row, self.col)
         left = (place >= 0).nonzero().squeeze(1)
         right = place[left]
         if len(left) == self.nnz:
@@ -400,7 +396,7 @@ class Pattern:
             Segments.grouped(cell, pattern.nnz),
         )
 
-    def find(self, row: Tensor, col: Tensor) -> Tensor:
+    def _find(self, row: Tensor, col: Tensor) -> Tensor:
         """Return the entry that each cell is stored in, or -1: int64 in the shape of ``row``."""
         keys, wanted = _keys(self.row, self.col, self.shape), _keys(row, col, self.shape)
         if not self.nnz:
@@ -409,7 +405,8 @@ class Pattern:
         return torch.where((self.row[place] == row) & (self.col[place] == col), place, -1)
 
     def equals(self, other: Pattern) -> bool:
-        """Say whether two patterns have the same cells (``==`` says whether they are the same object)."""
+        """Return whether two patterns have the same cells. ``==`` compares the objects."""
+        check_type("Pattern.equals(other)", other, Pattern)
         return self is other or (
             self.shape == other.shape
             and torch.equal(self.row, other.row.to(self.device))
@@ -472,7 +469,15 @@ def _without_owner(made: Any, left: Pattern, right: Pattern) -> Any:
     return made._replace(pattern=weakref.ref(made.pattern)) if shared else made
 
 
+def check_mask(call: str, mask: Tensor) -> None:
+    """Raise ``TypeError`` unless a mask is a boolean matrix."""
+    if not is_a(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
+        what = f"{mask.dtype}, {mask.ndim}-d" if is_a(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{call}: mask must be a boolean tensor of two dimensions, got {what}.")
+
+
 def _check_pair(kind: str, left: Pattern, right: Pattern) -> None:
+    check_type(f"Pattern.{kind}(other)", right, Pattern)
     fits = left.shape[1] == right.shape[0] if kind == "product" else left.shape == right.shape
     if not fits:
         need = f"{left.shape[1]} rows" if kind == "product" else f"shape {left.shape}"

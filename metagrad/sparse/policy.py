@@ -17,7 +17,7 @@ from typing import Literal, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import check_choice, check_type, refuse
+from metagrad.core.checks import check_choice, check_type, is_number, refuse
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -71,7 +71,7 @@ class SparsePolicy:
 
     def __post_init__(self) -> None:
         for name in ("threshold", "min_nnz", "max_dense_bytes"):
-            if not getattr(self, name) >= 0:
+            if not is_number(getattr(self, name)) or not getattr(self, name) >= 0:
                 refuse(f"SparsePolicy({name})", "a number of 0 or more", getattr(self, name))
         check_choice("SparsePolicy(layout)", self.layout, Layout)
 

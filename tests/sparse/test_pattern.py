@@ -51,8 +51,8 @@ def test_maps_are_those_of_the_mask(pattern):
     assert torch.equal(pattern.col[pattern.csc_order], pattern.t().row)
     assert pattern.t().t() is pattern
     row, col = (~mask).nonzero(as_tuple=True)
-    assert torch.equal(pattern.find(pattern.row, pattern.col), torch.arange(pattern.nnz))
-    assert torch.equal(pattern.find(row, col), torch.full_like(row, -1))
+    assert torch.equal(pattern._find(pattern.row, pattern.col), torch.arange(pattern.nnz))
+    assert torch.equal(pattern._find(row, col), torch.full_like(row, -1))
 
 
 @quick

@@ -14,7 +14,7 @@ from metagrad.core.checks import check_choice
 from metagrad.sparse.checks import check_floating, check_indices, check_real, check_shape
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.entries import Entries
-from metagrad.sparse.pattern import Pattern, Segments
+from metagrad.sparse.pattern import Pattern, Segments, check_mask
 from metagrad.sparse.policy import timed
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class Conversions(Entries):
         check_floating(call, "tensor", tensor)
         if tensor.ndim != 2:
             raise ValueError(f"{call}: tensor must have two dimensions, got shape {list(tensor.shape)}.")
+        if mask is not None:
+            check_mask(call, mask)
         pattern = Pattern.from_mask(tensor != 0 if mask is None else mask)
         if pattern.shape != tuple(tensor.shape) or pattern.device != tensor.device:
             raise ValueError(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metagrad.core._torch import at_least_2d
-from metagrad.core.checks import is_a
+from metagrad.core.checks import is_a, is_number
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
@@ -124,7 +124,7 @@ class Arithmetic(Generic[Matrix]):
             ([0.0, 0.0], [2.0, 3.0])
         """
         a = self._matrix
-        if not 0 <= p <= 1:
+        if not is_number(p) or not 0 <= p <= 1:
             raise ValueError(f"a.dropout(p): p must be from 0 to 1, got {p}.")
         return like(a, a.pattern, F.dropout(a.values, p, training)) if training else a
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import check_type, is_integer, is_list_or_tuple
 from metagrad.core.tree import HALF, is_differentiable
 
 
@@ -156,10 +157,18 @@ def mask_gradient(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check_mask(call: str, x: Tensor, mask: Tensor) -> None:
+    check_type(f"{call}(x, ...)", x, Tensor)
+    check_type(f"{call}(x, mask)", mask, Tensor)
+    if x.layout != torch.strided:
+        raise TypeError(
+            f"{call}(x, mask): x must be a dense tensor, got {x.layout}. Convert it with .to_dense()."
+        )
     if mask.dtype != torch.bool:
         raise TypeError(
             f"{call}(x, mask): mask must be bool, got {mask.dtype}. Compare it first, for instance mask != 0."
         )
+    if mask.device != x.device:
+        raise ValueError(f"{call}(x, mask): mask must be on the device of x, {x.device}, got {mask.device}.")
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     if mask.ndim > x.ndim or any(m not in (1, size) for m, size in sizes):
         raise ValueError(
@@ -170,8 +179,10 @@ def _check_mask(call: str, x: Tensor, mask: Tensor) -> None:
 
 def _check_dim(call: str, x: Tensor, dim: int | tuple[int, ...] | None) -> None:
     ndim = max(x.ndim, 1)
-    for d in () if dim is None else (dim,) if isinstance(dim, int) else dim:
-        if not -ndim <= d < ndim:
+    if call == "masked_softmax" and not is_integer(dim):
+        raise TypeError(f"{call}(x, mask, dim): dim must be an int, got {dim!r}.")
+    for d in () if dim is None else dim if is_list_or_tuple(dim) else (dim,):
+        if not is_integer(d) or not -ndim <= d < ndim:
             raise ValueError(
                 f"{call}(x, mask, dim): dim must be from {-ndim} to {ndim - 1} for x of shape "
                 f"{tuple(x.shape)}, got {d}."

@@ -8,6 +8,7 @@ from typing import Generic
 
 from torch import Tensor
 
+from metagrad.core.checks import is_integer, is_number
 from metagrad.core.tree import widened
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
@@ -65,7 +66,7 @@ class Reductions(Generic[Matrix]):
         """
         given = self._matrix.values
         values = widened(given)
-        if not p >= 1:
+        if not is_number(p) or not p >= 1:
             raise ValueError(f"a.norm(p): p must be 1 or more, got {p}.")
         if p == math.inf:
             return given.abs().amax() if given.numel() else given.sum()
@@ -120,7 +121,7 @@ def softmax(a: Matrix, dim: int = -1) -> Matrix:
 
 def _along(call: str, pattern: Pattern, dim: int) -> Segments:
     """Group the entries by row for the last dimension, by column for the first."""
-    if dim not in (-2, -1, 0, 1):
+    if not is_integer(dim) or not -2 <= dim <= 1:
         raise ValueError(
             f"{call}: dim must be 0 (each column), 1 (each row) or None (everything), got {dim!r}."
         )

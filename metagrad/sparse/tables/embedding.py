@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from metagrad.core import _torch
 from metagrad.core._torch import to_list
+from metagrad.core.checks import check_choice, check_type, is_integer
 from metagrad.core.tree import widened
 from metagrad.sparse.tables.row_sparse import HOLE, gather_rows
 
@@ -123,9 +124,15 @@ def embedding_bag(
 
 def _checked(call: str, ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, int | None]:
     """Return ids as int64, and ``padding_idx`` counted from the start."""
+    check_type(f"{call}: ids", ids, Tensor)
+    check_type(f"{call}: table", table, Tensor)
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             f"{call}: ids must be int64 or int32, got {ids.dtype}. Call ids.long() if they are whole."
+        )
+    if table.layout != torch.strided or table.device != ids.device:
+        raise ValueError(
+            f"{call}: table must be dense on the device of ids, {ids.device}, got {table.layout} on {table.device}."
         )
     if table.ndim < 2:
         raise ValueError(
@@ -133,7 +140,7 @@ def _checked(call: str, ids: Tensor, table: Tensor, padding_idx: int | None) -> 
         )
     if padding_idx is None:
         return ids.long(), None
-    if not -len(table) <= padding_idx < len(table):
+    if not is_integer(padding_idx) or not -len(table) <= padding_idx < len(table):
         raise ValueError(
             f"{call}: padding_idx must be a row of the table, from {-len(table)} to {len(table) - 1}, "
             f"got {padding_idx}."
@@ -144,9 +151,11 @@ def _checked(call: str, ids: Tensor, table: Tensor, padding_idx: int | None) -> 
 def check_bags(
     call: str, ids: Tensor, offsets: Tensor | None, mode: str, per_sample_weights: Tensor | None
 ) -> None:
-    """Refuse what ``F.embedding_bag`` refuses."""
-    if mode not in get_args(Pooling):
-        raise ValueError(f'{call}: mode must be "mean", "sum" or "max", got {mode!r}.')
+    """Raise an error for arguments that ``F.embedding_bag`` does not support."""
+    check_choice(f"{call}: mode", mode, Pooling)
+    check_type(f"{call}: ids", ids, Tensor)
+    check_type(f"{call}: offsets", offsets, Tensor, optional=True)
+    check_type(f"{call}: per_sample_weights", per_sample_weights, Tensor, optional=True)
     if ids.ndim != (2 if offsets is None else 1):
         expected = "[bags, n] without offsets" if offsets is None else "1-d with offsets"
         raise ValueError(f"{call}: ids must be {expected}, got shape {tuple(ids.shape)}.")

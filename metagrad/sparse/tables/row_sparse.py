@@ -17,6 +17,8 @@ from torch.overrides import handle_torch_function
 
 from metagrad.core import _torch
 from metagrad.core._torch import Context, TensorSubclass, VmapInfo
+from metagrad.core.checks import check_type, is_integer, is_sequence
+from metagrad.sparse.checks import check_floating
 from metagrad.sparse.kernels.derivatives import Kernel, nestable
 from metagrad.sparse.kernels.products import index_sum
 from metagrad.sparse.policy import count_densified
@@ -258,13 +260,17 @@ def check_ascending(call: str, rows: Tensor, remedy: str = "") -> None:
 
 
 def check_int64(call: str, rows: Tensor) -> None:
-    """Refuse rows of another dtype."""
+    """Raise ``TypeError`` unless rows are int64."""
+    check_type(f"{call}: rows", rows, Tensor)
     if rows.dtype != torch.int64:
         raise TypeError(f"{call}: rows must be int64, got {rows.dtype}. Call rows.long().")
 
 
 def _check_parts(call: str, rows: Tensor, values: Tensor, shape: Sequence[int]) -> None:
     check_int64(call, rows)
+    check_floating(call, "values", values)
+    if not is_sequence(shape) or not all(map(is_integer, shape)):
+        raise TypeError(f"{call}: shape must be a sequence of ints, got {shape!r}.")
     shape, width = tuple(shape), tuple(values.shape[1:])
     if rows.ndim != 1 or values.ndim < 1 or len(rows) != len(values):
         raise ValueError(

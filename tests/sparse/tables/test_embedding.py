@@ -273,7 +273,7 @@ TABLE, ONE = torch.zeros(3, 2), torch.tensor([0, 1])
         (lambda: embedding(torch.tensor([0.0]), TABLE), TypeError, "ids must be int64 or int32, got torch"),
         (lambda: embedding(ONE, torch.zeros(3)), ValueError, r"table must be \[V, D...\], got shape \(3,\)"),
         (lambda: embedding(ONE, TABLE, padding_idx=3), ValueError, "padding_idx.*from -3 to 2, got 3"),
-        (lambda: embedding_bag(ONE, ONE, TABLE, mode="min"), ValueError, "mode must be.*got 'min'"),
+        (lambda: embedding_bag(ONE, ONE, TABLE, mode="min"), ValueError, "mode: expected one of .*got 'min'"),
         (lambda: embedding_bag(ONE, None, TABLE), ValueError, r"ids must be \[bags, n\] without offsets"),
         (lambda: embedding_bag(ONE[None], ONE, TABLE), ValueError, r"ids must be 1-d with offsets.*\(1, 2\)"),
         (lambda: embedding_bag(ONE, ONE / 2, TABLE), TypeError, "offsets must be int64 or int32, got torch"),
