@@ -8,13 +8,17 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_sequence
+
 MAX_CELLS = 2**63 - 1  # cells are numbered by int64
 INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_shape(call: str, shape: Sequence[int]) -> tuple[int, int]:
     """Return two sizes as plain integers, whose cells can be numbered."""
-    rows, columns = _two_integers(f"{call}: shape", shape)
+    if not is_sequence(shape) or len(shape) != 2 or not all(map(_is_int, shape)):
+        raise TypeError(f"{call}: shape must be two integers, rows and columns, got {shape!r}.")
+    rows, columns = map(int, shape)
     if rows < 0 or columns < 0:
         raise ValueError(f"{call}: shape must not be negative, got ({rows}, {columns}).")
     if rows * columns > MAX_CELLS:
@@ -100,13 +104,6 @@ def check_same(call: str, names: str, first: Tensor, second: Tensor) -> None:
             f"{call}: {names} must be on one device, got {first.device} and {second.device}. "
             "Move one with .to(device)."
         )
-
-
-def _two_integers(what: str, sizes: Sequence[int]) -> tuple[int, int]:
-    found = tuple(sizes) if isinstance(sizes, Sequence) else ()
-    if len(found) != 2 or not all(_is_int(size) for size in found):
-        raise TypeError(f"{what} must be two integers, rows and columns, got {sizes!r}.")
-    return int(found[0]), int(found[1])
 
 
 def _is_int(size: object) -> bool:

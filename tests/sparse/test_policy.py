@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 
@@ -33,16 +34,11 @@ def test_prefers_dense(policy, shape, nnz, width, dense):
     assert policy.prefers_dense(shape, nnz, torch.float32, width=width) is dense
 
 
-@pytest.mark.parametrize("field", ["threshold", "min_nnz", "max_dense_bytes"])
-@pytest.mark.parametrize("value", [-1, math.nan])
-def test_numbers_are_checked(field, value):
-    with pytest.raises(
-        ValueError, match=rf"SparsePolicy\({field}\): expected a number of 0 or more, got {value}"
-    ):
-        SparsePolicy(**{field: value})
-
-
-def test_layouts_are_named():
+def test_wrong_arguments_are_named():
+    for field, value in itertools.product(["threshold", "min_nnz", "max_dense_bytes"], [-1, math.nan]):
+        message = rf"SparsePolicy\({field}\): expected a number of 0 or more, got {value}"
+        with pytest.raises(ValueError, match=message):
+            SparsePolicy(**{field: value})
     with pytest.raises(ValueError, match="expected one of 'auto', 'gather', got 'coo'"):
         SparsePolicy(layout="coo")  # type: ignore[arg-type]
 

@@ -38,21 +38,6 @@ def _keeps_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Operators], S
     return method
 
 
-def _moves_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Operators], NoReturn]:
-    name = function.__name__
-
-    def method(self: Operators) -> NoReturn:
-        raise TypeError(
-            f"{name}(a): {name}(0) is {function(torch.zeros(())).item():g}, so every cell that is not stored would "
-            f"become that. Use a.with_values(a.values.{name}()) for the stored entries alone, or "
-            f"a.to_dense().{name}()."
-        )
-
-    method.__name__ = name
-    method.__doc__ = f"Raise ``TypeError``: ``torch.{name}`` is not zero at zero."
-    return method
-
-
 class Operators(Arithmetic["SparseTensor"], Reductions["SparseTensor"]):
     """The operators and methods of :class:`SparseTensor`, which a :class:`Parameter` has too.
 
@@ -72,11 +57,6 @@ class Operators(Arithmetic["SparseTensor"], Reductions["SparseTensor"]):
     sqrt = _keeps_zero(torch.sqrt)
     square = _keeps_zero(torch.square)
     tanh = _keeps_zero(torch.tanh)
-    cos = _moves_zero(torch.cos)
-    exp = _moves_zero(torch.exp)
-    log = _moves_zero(torch.log)
-    reciprocal = _moves_zero(torch.reciprocal)
-    sigmoid = _moves_zero(torch.sigmoid)
     __abs__ = abs
     __neg__ = neg
 
@@ -123,7 +103,15 @@ class SparseTensor(Conversions, Operators):
     """
 
     __slots__ = ()
-    __array_priority__ = 1000  # numpy leaves mixed arithmetic to us, which refuses it
+    __array_priority__ = 1000  # numpy leaves mixed arithmetic to us, which raises
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"SparseTensor has no attribute {name!r}. A function of its entries is a.with_values(f(a.values)), "
+                "a function of all cells is f(a.to_dense())."
+            )
 
     def __init__(self, pattern: Pattern, values: Tensor) -> None:
         check_type(f"{_CALL}: pattern", pattern, Pattern)

@@ -8,7 +8,6 @@ Features of pairs are gathered for one kernel position at a time.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from itertools import product
 from typing import Protocol, TypeAlias
@@ -241,30 +240,18 @@ class _ConvContext(Context, Protocol):
     structure: tuple[Rulebook]
 
 
-def _each(
-    rule: type[Bilinear],
-    info: VmapInfo,
-    in_dims: Sequence[int | None],
-    rulebook: Rulebook,
-    *operands: Tensor,
-) -> tuple[Tensor, int]:
-    """Apply a rule to each member of a vmapped batch."""
-    members = zip(
-        *(
+class _Rule(Bilinear):
+    """A bilinear rule. Under ``vmap`` it runs once for each member of the batch."""
+
+    @classmethod
+    def vmap(
+        cls, info: VmapInfo, in_dims: Sequence[int | None], rulebook: Rulebook, *operands: Tensor
+    ) -> tuple[Tensor, int]:
+        batches = [
             [x] * info.batch_size if dim is None else x.unbind(dim)
             for x, dim in zip(operands, in_dims[-2:], strict=True)
-        ),
-        strict=True,
-    )
-    return torch.stack([rule.apply(rulebook, *member) for member in members]), 0
-
-
-class _Rule(Bilinear):
-    """A rule of which ``vmap`` is a loop."""
-
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        cls.vmap = staticmethod(functools.partial(_each, cls))
+        ]
+        return torch.stack([cls.apply(rulebook, *member) for member in zip(*batches, strict=True)]), 0
 
 
 class _Convolve(_Rule):
