@@ -1,4 +1,4 @@
-"""Gradients of several processes, averaged exactly: dense ones in buckets, row-sparse ones by their rows."""
+"""Exact averages of gradients over ranks. Dense gradients use buckets, row-sparse gradients exchange rows."""
 
 from metagrad.distributed.gradients import Traffic, average_buffers, average_gradients
 

@@ -1,4 +1,4 @@
-"""What processes agree on before they exchange gradients, and the exchange of strided ones in flat buckets."""
+"""Metadata that ranks exchange before gradients, and the exchange of dense gradients in flat buckets."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LAYOUTS = ("strided", "sparse COO", "RowSparse", "of another kind")
 
 
 def joined(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group that is meant, None where there is only one process."""
+    """Return the group, or the default group for None. Return None if it has a single rank."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     return None if group is None or group.size() == 1 else group
 
 
 def named_tensors(params: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return parameters by name: of a module, a mapping, or an iterable of tensors; none twice."""
+    """Return parameters by name, each one once."""
     if isinstance(params, nn.Module):
         named = dict(params.named_parameters())
     elif isinstance(params, Mapping):
@@ -46,7 +46,7 @@ def named_tensors(params: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -
 
 
 def _layout_of(gradient: Tensor) -> int:
-    """Return the number of the layout of a gradient."""
+    """Return the index of a gradient's layout in ``LAYOUTS``."""
     if gradient.requires_grad or is_sharded(gradient):
         return 3
     if isinstance(gradient, RowSparse):
@@ -57,9 +57,12 @@ def _layout_of(gradient: Tensor) -> int:
 def agreed(
     named: Mapping[str, Tensor], weight: float, group: ProcessGroup
 ) -> tuple[float, dict[str, int | None]]:
-    """Exchange weights and layouts; return the sum of the weights, and the layout of each gradient if there is one.
+    """Exchange weights and layouts of gradients.
 
-    Every process learns what all have, so that all raise the same error, and take part in the same exchanges.
+    All ranks get the same result. So they raise the same error, or take part in the same collectives.
+
+    Returns:
+        The sum of the weights, and the layout of each gradient. None if no rank has this gradient.
     """
     flags = torch.zeros(1 + len(named), len(LAYOUTS), dtype=torch.float64)
     flags[0, 0] = weight
@@ -95,27 +98,27 @@ _AVERAGED = WeakTensorKeyDictionary()
 
 
 def note_average(param: Tensor) -> None:
-    """Note that the gradient of a parameter, if it has one, is a mean over processes."""
+    """Record that the gradient of a parameter is a mean over ranks."""
     if param.grad is not None:
         _AVERAGED[param.grad] = True
 
 
 def is_average(gradient: Tensor | None) -> bool:
-    """Return whether a gradient is a mean over processes."""
+    """Return whether a gradient is a mean over ranks."""
     return gradient is not None and gradient in _AVERAGED
 
 
 def weighted_sums(
     tensors: Sequence[Tensor | None], like: Sequence[Tensor], factor: float, limit: int, group: ProcessGroup
 ) -> list[Tensor]:
-    """Add tensors up over processes, each times the factor of its process; all buckets are under way at once.
+    """Return the sums over ranks of tensors times the factor of their rank. All buckets are reduced concurrently.
 
     Args:
-        tensors: The tensors of this process. None counts as zeros, and so does every tensor if the factor is 0.
-        like: Tensors of the same shapes, dtypes and layouts.
-        factor: The factor of this process.
-        limit: The size of a bucket in bytes.
-        group: The processes.
+        tensors: Tensors of this rank. None counts as zeros. With a factor of 0, every tensor counts as zeros.
+        like: Tensors with the same shapes, dtypes and layouts.
+        factor: Factor of this rank.
+        limit: Size of a bucket in bytes.
+        group: Process group.
     """
     begun = []
     for numbers in buckets_of(like, limit):
@@ -131,7 +134,7 @@ def weighted_sums(
 
 
 def buckets_of(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
-    """Put tensors of one dtype and device together, in their order, up to a size in bytes; return their numbers."""
+    """Return the indices of the tensors in each bucket of one dtype and device, with at most ``limit`` bytes."""
     filled: list[list[int]] = []
     last: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for number, tensor in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""Gradients and buffers, averaged over the processes of a group."""
+"""Averages of gradients and buffers over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ if TYPE_CHECKING:
 
 
 class Traffic(NamedTuple):
-    r"""The bytes that one process hands over, and sends, in an average over N processes.
+    r"""Communication of one rank for an average over N ranks.
 
-    A ring all-reduce of b bytes sends :math:`2 b (N - 1) / N` from each process, a ring all-gather of b bytes from
-    each sends :math:`b (N - 1)`.
+    In a ring all-reduce of b bytes, each rank sends :math:`2 b (N - 1) / N` bytes. In a ring all-gather of b bytes
+    per rank, each rank sends :math:`b (N - 1)` bytes.
 
     Attributes:
-        processes: The number N.
-        reduced: Bytes that are all-reduced: strided tensors, weights and layouts.
-        gathered: Bytes that are all-gathered: rows, their values and how many there are. A process with fewer rows
-            than another one pads them.
+        processes: Number of ranks N.
+        reduced: All-reduced bytes: dense tensors, weights and layouts.
+        gathered: All-gathered bytes: row indices, values and counts. Ranks with fewer rows pad them.
 
     Example:
         >>> metagrad.distributed.Traffic(processes=4, reduced=1000, gathered=10).sent
@@ -51,7 +50,7 @@ class Traffic(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that this process sends."""
+        """Bytes that this rank sends."""
         return 2 * self.reduced * (self.processes - 1) // self.processes + self.gathered * (
             self.processes - 1
         )
@@ -65,34 +64,36 @@ def average_gradients(
     bucket: Bytes = "25MiB",
     group: ProcessGroup | None = None,
 ) -> Traffic:
-    r"""Replace the gradient of each parameter by its mean over the processes of a group.
+    r"""Replace the gradient of each parameter with its mean over the ranks of a process group.
 
     .. math:: g \leftarrow \frac{\sum_r w_r g_r}{\sum_r w_r}
 
-    With the number of tasks (of examples) of each process as its weight this is the gradient of the mean over all of
-    them, exactly, however unequal the shares are. Strided gradients are put into flat buckets by dtype and device, an
-    all-reduce each, which run at the same time. Of row-sparse gradients (:class:`~metagrad.sparse.RowSparse`, sparse
-    COO) rows and values are gathered, and the result is row-sparse again: what is sent depends on the rows that are
-    touched, not on the table. Afterwards the gradients have the same bits in every process.
+    Use the number of tasks or examples of each rank as its weight. Then the result is exactly the gradient of the
+    mean over all tasks, also for unequal shares. The gradients are bitwise identical on all ranks afterwards.
 
-    All processes call it with the same parameters in the same order. A parameter without a gradient in some of them
-    has zeros there; without one in any it keeps none. Parameters are not compared: let all processes begin with the
-    same ones, by the same seed. Without a process group, or in one of a single process, nothing changes.
+    Dense gradients are reduced in flat buckets by dtype and device, concurrently. For row-sparse gradients
+    (:class:`~metagrad.sparse.RowSparse` and sparse COO), ranks gather row indices and values, and the result is
+    row-sparse. So the communication depends on the number of rows in the gradients, not on the size of the table.
+
+    All ranks must call the function with the same parameters in the same order. A gradient that exists on only some
+    ranks counts as zeros on the other ranks. A gradient that exists on no rank stays None. The parameters themselves
+    are not compared. Initialize them from the same seed on all ranks. Without a process group, and with a single
+    rank, nothing changes.
 
     Args:
-        params: A module, whose parameters are meant (learned hyper-parameters of an algorithm among them), a mapping,
-            or an iterable of tensors.
-        weight: The weight of this process: the number of tasks in its share; 0 leaves its gradients out.
-        bucket: How many bytes are reduced at once.
-        group: The processes; None is the default group.
+        params: Module, mapping or iterable of tensors. The parameters of an algorithm include its learned
+            hyperparameters.
+        weight: Weight of this rank, such as its number of tasks. 0 excludes its gradients.
+        bucket: Size of a bucket in bytes.
+        group: Process group. None for the default group.
 
     Returns:
-        The bytes that it took.
+        The communication of this rank.
 
     Raises:
-        ValueError: ``weight`` is negative or not finite, or 0 in every process. A gradient has a graph, is sharded,
-            or has one layout in some processes and another one elsewhere. All processes raise the error.
-        TypeError: A parameter is no tensor.
+        ValueError: ``weight`` is negative or not finite, or 0 on every rank. A gradient has a graph, is sharded, or
+            has different layouts on different ranks. All ranks raise the error.
+        TypeError: A parameter is not a tensor.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -118,7 +119,7 @@ def average_gradients(
     ):
         param.grad = mean
     for name, param in named.items():
-        if layouts[name] is None:  # of a process with weight 0
+        if layouts[name] is None:  # on a rank with weight 0
             param.grad = None
         note_average(param)
     reduced = sum(param.nbytes for param in dense) + 8 * (1 + len(LAYOUTS) * len(named))
@@ -127,20 +128,19 @@ def average_gradients(
 
 @torch.no_grad()
 def average_buffers(module: nn.Module, *, weight: float = 1.0, group: ProcessGroup | None = None) -> None:
-    r"""Replace each floating-point buffer by its mean over the processes of a group.
+    r"""Replace each floating-point buffer with its mean over the ranks of a process group.
 
-    With the numbers of tasks as weights, running statistics that move towards the mean over tasks, once for each
-    meta-batch, become the running statistics of the whole meta-batch: ``norm=`` of :class:`metagrad.MAML` moves them
-    so. Statistics that layers move by themselves, task by task, become the mean over the processes. Buffers of
-    integers, such as counters, do not change.
+    :class:`metagrad.MAML` with ``norm=`` updates running statistics once per meta-batch, with the mean over tasks.
+    With the number of tasks as weights, these become the running statistics of the whole meta-batch. Statistics that
+    layers update in each task become the mean over ranks. Integer buffers, such as counters, do not change.
 
     Args:
-        module: The module with the buffers, which are averaged in place.
-        weight: The weight of this process: the number of tasks in its share.
-        group: The processes; None is the default group.
+        module: Module with the buffers, which are modified in place.
+        weight: Weight of this rank, such as its number of tasks.
+        group: Process group. None for the default group.
 
     Raises:
-        ValueError: ``weight`` is negative or not finite, or 0 in every process.
+        ValueError: ``weight`` is negative or not finite, or 0 on every rank.
 
     Example:
         >>> metagrad.distributed.average_buffers(torch.nn.BatchNorm1d(3))  # one process: nothing changes

@@ -1,4 +1,4 @@
-"""Row-sparse tensors, averaged by an all-gather of rows and their values: bytes by the rows, not by the table."""
+"""Averages of row-sparse gradients by an all-gather of row indices and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """Rows ``[R]`` of a table, counted through its leading dimensions, and values ``[R, ...]``."""
+    """Flat row indices ``[R]`` over the leading ``row_ndim`` dimensions of a table, and values ``[R, ...]``."""
 
     rows: Tensor
     values: Tensor
@@ -29,9 +29,12 @@ class Part(NamedTuple):
 def average(
     call: str, tables: Mapping[str, Tensor], coo: Collection[str], share: float, group: ProcessGroup
 ) -> int:
-    """Replace the gradients of tables by the sum over processes, each times its share.
+    """Replace the gradients of tables with the sum over ranks of gradient times share.
 
-    The result is :class:`RowSparse`, or COO for the names in ``coo``. Returns the bytes of one process.
+    The gradients become :class:`RowSparse`, or COO for the names in ``coo``.
+
+    Returns:
+        The all-gathered bytes of this rank.
     """
     if not tables:
         return 0
@@ -51,7 +54,7 @@ def average(
 
 
 def part_of(gradient: Tensor) -> Part:
-    """Return rows and values of a gradient; duplicates of a COO tensor are added up."""
+    """Return the rows and values of a gradient. Duplicate rows of a COO tensor are summed."""
     if isinstance(gradient, RowSparse):
         return Part(gradient.rows, gradient.values, gradient.row_ndim)
     gradient = coalesced(gradient)
@@ -62,7 +65,7 @@ def part_of(gradient: Tensor) -> Part:
 
 
 def _row_ndim(call: str, name: str, counted: Tensor) -> int:
-    """Return of how many dimensions rows count, which all processes with rows must agree on."""
+    """Return the number of row dimensions. Raise `ValueError` unless it is the same on all ranks with rows."""
     found = sorted(set(counted.tolist()) - {0})
     if len(found) > 1:
         raise ValueError(
@@ -74,7 +77,7 @@ def _row_ndim(call: str, name: str, counted: Tensor) -> int:
 def _padded(
     part: Part | None, table: Tensor, row_ndim: int, most: int, share: float
 ) -> tuple[Tensor, Tensor]:
-    """Return rows, and values times the share, filled up to as many as any process has."""
+    """Return the rows and the values times the share, padded to ``most`` rows."""
     few = math.prod(table.shape[:row_ndim]) <= torch.iinfo(torch.int32).max
     rows = torch.zeros(most, dtype=torch.int32 if few else torch.int64, device=table.device)
     values = table.new_zeros(most, *table.shape[row_ndim:])
@@ -91,7 +94,7 @@ def _gathered(own: Tensor, group: ProcessGroup) -> list[Tensor]:
 
 
 def _added(rows: list[Tensor], values: list[Tensor], counts: list[int], table: Tensor) -> RowSparse:
-    """Add rows up process by process, so that all have the same bits."""
+    """Sum the rows in the order of the ranks, so that the result is bitwise identical on all ranks."""
     kept = [of_process[:count] for of_process, count in zip(rows, counts, strict=False)]
     distinct, places = torch.unique(torch.cat(kept).long(), return_inverse=True)
     total = widened(table.new_zeros(len(distinct), *values[0].shape[1:]))

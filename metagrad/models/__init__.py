@@ -1,4 +1,4 @@
-"""Small reference models, and normalisations that can be differentiated to any order."""
+"""Small reference models, and normalization layers with correct derivatives of every order."""
 
 from metagrad.core.norms import batch_norm, composite_norms, instance_norm, layer_norm
 from metagrad.models.context import ContextInput, ContextMLP, FiLM

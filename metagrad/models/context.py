@@ -1,4 +1,4 @@
-"""Context vectors, which describe a task to a model: appended to the input, or modulating its features."""
+"""Context vectors that describe a task to a model: concatenated with the input, or scaling its features."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ContextInput(nn.Module):
     r"""Append a context vector to every input, :math:`x \mapsto (x, \phi)`.
 
     Args:
-        size: Entries of the context, which starts at zero.
+        size: Length of the context vector, which is initialized to zero.
 
     Raises:
-        ValueError: For a size below one.
+        ValueError: ``size`` is less than 1.
 
     Examples:
         >>> ContextInput(2)(torch.ones(3, 1)).tolist()
@@ -41,15 +41,15 @@ class ContextInput(nn.Module):
 class ContextMLP(nn.Sequential):
     r"""A multilayer perceptron of the input and a context vector, :math:`f_\theta(x, \phi)`.
 
-    The parameter ``context.vector`` is the context, and ``body`` the perceptron.
+    The parameter ``context.vector`` is the context. The module ``body`` is the perceptron.
 
     Args:
-        sizes: As of `MLP`, without the context.
-        context: Entries of the context, which starts at zero.
-        activation: As of `MLP`.
+        sizes: Layer widths as in `MLP`, without the context.
+        context: Length of the context vector, which is initialized to zero.
+        activation: Factory of the activation, as in `MLP`.
 
     Raises:
-        ValueError: As `MLP`, or for a context of a size below one.
+        ValueError: ``sizes`` are invalid for `MLP`, or ``context`` is less than 1.
 
     Examples:
         >>> model = ContextMLP([1, 40, 40, 1], context=5)
@@ -77,11 +77,11 @@ class FiLM(nn.Module):
     .. math::
         h_c \mapsto (1 + \gamma_c) h_c + \beta_c, \qquad (\gamma, \beta) = W \phi + b
 
-    With :math:`b = 0`, as it is initialised, and a context of zero, features pass unchanged.
+    The bias is initialized to :math:`b = 0`, so the layer is the identity for a zero context.
 
     Args:
-        context: The vector, a parameter that several layers may share.
-        channels: Of the features.
+        context: Context vector. Several layers may share this parameter.
+        channels: Number of channels of the features.
 
     Examples:
         >>> layer = FiLM(nn.Parameter(torch.zeros(3)), channels=2)
@@ -100,7 +100,7 @@ class FiLM(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, h: Tensor) -> Tensor:
-        """Map features [batch, channels, ...] to such."""
+        """Map [batch, channels, ...] to the same shape."""
         scale, shift = self.modulation(self.context).view(2, -1, *[1] * (h.dim() - 2))
         return torch.addcmul(shift, 1 + scale, h)
 

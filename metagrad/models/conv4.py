@@ -27,37 +27,33 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 
 class Conv4(nn.Sequential):
-    """Classify images by four blocks of 3x3 convolution, normalisation, ReLU and a halving of the image.
+    """Image classifier with four blocks of 3x3 convolution, normalization, ReLU and downsampling by 2.
 
-    Blocks pool before they rectify, which gives the same numbers and gradients, since the positive part of a maximum
-    is the maximum of positive parts; a meta-step that computes its tasks one by one takes three quarters of the
-    memory.
+    Pooling comes before the ReLU. The result and the gradients are the same, because ReLU is monotonic. A meta-step
+    that runs its tasks sequentially needs a quarter less memory.
+
+    The model is a sequence of `images` (a shape check), `blocks`, `features` and `head`. It works with
+    `torch.func.functional_call` and `torch.vmap`, and its first and second derivatives are correct. PyTorch 2.13
+    computes wrong third derivatives of `nn.BatchNorm2d`. If you need them, use `norm="group"` or call the model in
+    `metagrad.models.composite_norms()`.
 
     Args:
         ways: Number of classes.
-        in_channels: Channels of an image.
-        hidden: Filters of each block.
-        image_size: Pixels along a side of an image.
-        pool: How a block halves the image: `"max"` is a 2x2 max-pool that drops an odd row and column
-            (28 -> 14 -> 7 -> 3 -> 1), `"stride"` a convolution of stride 2 without pooling (28 -> 14 -> 7 ->
-            4 -> 2), which takes about a quarter of the multiplications.
-        norm: `"batch"` normalises by the statistics of the batch at hand, in evaluation too, and keeps no
-            running ones: predictions for a set of queries then depend on each other (transductive).
-            `"running"` keeps running statistics, for `norm=` of an algorithm to say when they are used.
-            `"group"` normalises each image by gcd(8, hidden) groups of channels. `"none"` does not.
-        head: What the linear layer sees: `"flatten"`, all features, or `"mean"`, their mean over space.
-        context: Entries of a context vector, the parameter `context`, by which a `FiLM` layer modulates the
-            normalised channels of each block; 0 for none.
-
-    A chain: a check of the shape, `blocks`, the features that the head sees, and `head`.
-
-    Runs under `torch.vmap` with `torch.func.functional_call`, and is differentiable twice. Torch's (2.13) third
-    derivatives through `nn.BatchNorm2d` are wrong: call it inside `metagrad.models.composite_norms()` for these, or
-    take `norm="group"`.
+        in_channels: Number of channels of an image.
+        hidden: Number of filters of each block.
+        image_size: Height and width of an image in pixels.
+        pool: `"max"` for a 2x2 max-pool that drops an odd row and column (28 -> 14 -> 7 -> 3 -> 1). `"stride"` for
+            convolutions with stride 2 (28 -> 14 -> 7 -> 4 -> 2), which need about a quarter of the multiplications.
+        norm: `"batch"` for batch statistics, also in evaluation. Then the predictions of a batch depend on each
+            other (transductive). `"running"` for running statistics, which `norm=` of an algorithm controls.
+            `"group"` for gcd(8, hidden) groups of channels. `"none"` for no normalization.
+        head: Input of the linear layer: `"flatten"` for all features, `"mean"` for their mean over space.
+        context: Length of a context vector, the parameter `context`. A `FiLM` layer scales the normalized channels of
+            each block with it. 0 for no context.
 
     Raises:
-        ValueError: For sizes below one, an unknown choice, or an image too small to be halved four times; when it is
-            called on anything but images [batch, in_channels, image_size, image_size].
+        ValueError: A size is less than 1, a choice is unknown, or an image is too small to be halved four times. In a
+            call: the input does not have the shape [batch, in_channels, image_size, image_size].
 
     Examples:
         >>> import torch
@@ -104,7 +100,7 @@ class Conv4(nn.Sequential):
 
 
 class Images(nn.Module):
-    """Raise ``ValueError`` for what is not images of one shape, or of some least height and width."""
+    """Raise ``ValueError`` unless images have the expected shape, or a minimum height and width."""
 
     def __init__(self, call: str, channels: int, size: int | None = None, *, least: int = 1) -> None:
         super().__init__()

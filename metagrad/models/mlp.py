@@ -12,21 +12,19 @@ if TYPE_CHECKING:
 
 
 class MLP(nn.Sequential):
-    r"""Alternate affine maps and an activation, with an affine map last.
+    r"""Multilayer perceptron with a linear last layer.
 
     .. math::
         f(x) = W_L \, \sigma(\dots \sigma(W_1 x + b_1) \dots) + b_L
 
     Args:
-        sizes: Features of the input, of each hidden layer and of the output; `[1, 40, 40, 1]` is the network
-            of MAML's sinusoids.
-        activation: Makes the activation after each hidden layer. MAML's network is ReLU, whose second
-            derivative is zero; take a smooth one such as `nn.Tanh` where curvature matters.
-
-    Parameters are initialised as `nn.Linear` does it.
+        sizes: Number of features of the input, of each hidden layer and of the output. MAML's sinusoids use
+            `[1, 40, 40, 1]`.
+        activation: Factory of the activation after each hidden layer. The second derivative of the default ReLU is
+            zero. Use a smooth activation such as `nn.Tanh` if curvature matters.
 
     Raises:
-        ValueError: For fewer than two sizes, or one below one.
+        ValueError: There are fewer than two sizes, or a size is less than 1.
 
     Examples:
         >>> import torch

@@ -16,33 +16,30 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SLOPE = 0.1  # of the leaky ReLU for negative inputs
+SLOPE = 0.1  # slope of the leaky ReLU for negative inputs
 
 
 class ResNet12(nn.Sequential):
-    r"""Classify images by four residual blocks of three 3x3 convolutions, each of which halves the image.
+    r"""Image classifier with four residual blocks of three 3x3 convolutions. Each block halves the image.
 
     .. math:: y = \mathrm{pool}(\sigma(N(C_3\,\sigma(N(C_2\,\sigma(N(C_1 x)))))) + N(C_0 x)))
 
-    with 1x1 convolutions :math:`C_0` and leaky ReLUs :math:`\sigma` of slope 0.1; a linear layer sees the mean of the
-    features over space. There is no DropBlock, which would draw other masks whenever a step is recomputed.
+    with 1x1 convolutions :math:`C_0` and leaky ReLUs :math:`\sigma` of slope 0.1. The input of the linear layer is
+    the mean of the features over space. There is no DropBlock.
 
-    A chain: a check of the shape, `blocks`, the mean (`features`) and `head`.
+    The model is a sequence of `images` (a shape check), `blocks`, `features` (the mean) and `head`. Its derivatives
+    have the same properties as those of :class:`Conv4`.
 
     Args:
         ways: Number of classes.
-        in_channels: Channels of an image.
-        widths: Filters of each block: of Lee et al. by default, `(64, 128, 256, 512)` of Oreshkin et al., and a
-            quarter of that is enough for Omniglot.
-        norm: As of :class:`Conv4`: `"batch"` (by the statistics of the batch at hand, transductive), `"group"` or
-            `"none"`.
-
-    It is differentiable twice and runs under `torch.vmap`, as :class:`Conv4` does; what is said there of third
-    derivatives through batch normalisation holds here.
+        in_channels: Number of channels of an image.
+        widths: Number of filters of each block. The default is from Lee et al. Oreshkin et al. use
+            `(64, 128, 256, 512)`. A quarter of these widths is enough for Omniglot.
+        norm: `"batch"` (batch statistics, transductive), `"running"`, `"group"` or `"none"`, as in :class:`Conv4`.
 
     Raises:
-        ValueError: For sizes below one, no widths, or an unknown norm; when it is called on anything but images
-            [batch, in_channels, height, width] large enough to be halved by every block.
+        ValueError: A size is less than 1, there are no widths, or the norm is unknown. In a call: the input does not
+            have the shape [batch, in_channels, height, width], or it is too small for the blocks.
 
     Examples:
         >>> import torch

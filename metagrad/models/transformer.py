@@ -1,4 +1,4 @@
-"""A transformer over sequences or small images, which can be differentiated to any order."""
+"""A transformer for sequences or small images, with correct derivatives of every order."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ if TYPE_CHECKING:
 
 
 class Transformer(nn.Module):
-    r"""Map a sequence, or an image cut into patches, to outputs by self-attention.
+    r"""Transformer encoder for sequences or for images that are cut into patches.
 
     .. math::
         h \leftarrow h + A(N(h)), \quad h \leftarrow h + W_2 \, \mathrm{GELU}(W_1 N(h)), \qquad
         A(h) = W_o \, \mathrm{softmax}\bigl(Q K^\top / \sqrt{d}\bigr) V
 
-    in every layer, from an embedding of the tokens and a learned one of their positions; a linear layer sees the mean
-    of the tokens. Attention and normalisation are written out in elementary operations, since torch has no second
-    derivative of its fused attention and a wrong third one of its layer norm. Nothing is dropped out.
+    in every layer. The input of the first layer is a linear embedding of the tokens plus a learned position
+    embedding. The input of the last linear layer is the mean of the tokens. Attention and layer norm consist of
+    elementary operations. PyTorch's fused attention has no second derivative, and its layer norm has a wrong third
+    derivative. There is no dropout.
 
     Args:
-        outputs: Number of classes, or of values.
-        input_shape: Of one example: `(length, features)` of a sequence, `(channels, height, width)` of an image.
-        patch: Pixels along a side of a patch of an image; None for sequences.
-        width: Features of a token.
+        outputs: Number of classes or output values.
+        input_shape: Shape of one example: `(length, features)` for sequences, `(channels, height, width)` for images.
+        patch: Height and width of an image patch in pixels. None for sequences.
+        width: Number of features of a token.
         depth: Number of layers.
-        heads: Number of heads, which divides `width`.
+        heads: Number of attention heads, a divisor of `width`.
 
     Raises:
-        ValueError: For sizes below one, an `input_shape` of another form, a `patch` that does not divide the image,
-            or `heads` that do not divide `width`.
+        ValueError: A size is less than 1, `input_shape` has the wrong length, `patch` does not divide the image, or
+            `heads` does not divide `width`.
 
     Examples:
         >>> import torch
@@ -77,7 +78,7 @@ class Transformer(nn.Module):
         """Map [batch, *input_shape] to [batch, outputs].
 
         Raises:
-            ValueError: When x has another shape.
+            ValueError: ``x`` has another shape.
         """
         if x.shape[1:] != self.input_shape or x.ndim != 1 + len(self.input_shape):
             raise ValueError(
@@ -108,7 +109,7 @@ class _Attention(nn.Module):
         self.leave = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend from every token to all; ``[batch, length, width]``."""
+        """Map ``[batch, length, width]`` to the same shape."""
         # [3, batch, heads, length, features of a head]
         query, key, value = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         weights = (query @ key.mT / math.sqrt(query.shape[-1])).softmax(-1)
@@ -116,14 +117,14 @@ class _Attention(nn.Module):
 
 
 class _LayerNorm(nn.LayerNorm):
-    """A layer norm whose derivatives of every order are right."""
+    """Layer norm with correct derivatives of every order."""
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 def _tokens(input_shape: tuple[int, ...], patch: int | None) -> tuple[int, int]:
-    """Return how many tokens an example has, and their features."""
+    """Return the number of tokens of an example, and the number of their features."""
     if patch is None:
         length, features = input_shape
         return length, features
