@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from experiments.run import result
-from experiments.run.job import FAILURE, launch
+from experiments.run.job import launch
 from experiments.run.metrics import read_rows
 from experiments.run.plots.learning import comparison
 
@@ -84,21 +84,11 @@ def read_job(folder: Path) -> Job:
             metrics = json.loads((folder / result.FILE).read_text())["metrics"]
             means = {name: value["mean"] for name, value in metrics.items()}
             return Job(folder, overrides, means, "finished")
-        return Job(folder, overrides, None, _reason(folder))
+        return Job(folder, overrides, None, result.reason(folder))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         return Job(
             folder, overrides, None, f"unreadable: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         )
-
-
-def _reason(folder: Path) -> str:
-    """Return why a run has no result."""
-    failure = folder / FAILURE
-    if failure.exists():
-        words = failure.read_text().strip().partition("\n")[0]
-        return words if words.startswith("Interrupted") else f"failed: {words or 'without a reason'}"
-    rows = read_rows(folder / "metrics.jsonl")
-    return f"unfinished at step {rows[-1]['step'] if rows else 0}"
 
 
 def differing(jobs: list[Job]) -> list[str]:

@@ -12,10 +12,12 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,17 +26,24 @@ import hydra
 import markdown
 from hydra.core.config_store import ConfigStore
 
+from experiments.run import result
 from experiments.run.config import check_least, converted
-from experiments.run.files import write_text
+from experiments.run.files import data_file, write_text
 from experiments.run.job import launch
 from experiments.run.progress import Progress, tell
 from experiments.run.schema import key
+from experiments.run.signals import signals_raised
+from metagrad.tasks.omniglot.files import find_files
+from metagrad.tasks.omniglot.splits import SPLITS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from omegaconf import DictConfig
 
 RECORD = "gallery.json"
 SHORT = 40  # lines of a page that is shown unfolded
+LAST = 20  # lines of output that are shown of a program that failed without a message
 STYLE = """
 :root { color-scheme: light dark; --line: light-dark(#ddd, #444); --muted: light-dark(#666, #aaa); }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
@@ -56,8 +65,9 @@ h3 { font-size: 1.05rem; }
 class Program:
     """A program of the gallery."""
 
-    title: str = key("What the page calls it.")
+    title: str = key("The title on the page.")
     run: list[str] = key("The module and its arguments.")
+    data: str | None = key("The data set that the program needs: omniglot, cora or insteval.", None)
 
 
 @dataclass
@@ -68,7 +78,7 @@ class Gallery:
     jobs: int = key("Programs that run at once.")
     only: list[str] = key("The programs to run; empty is all of them.")
     programs: dict[str, Program] = field(
-        default_factory=dict, metadata={"help": "Title and command, by name."}
+        default_factory=dict, metadata={"help": "Title, command and data, by name."}
     )
 
 
@@ -87,6 +97,12 @@ class Shown(NamedTuple):
 
 
 ConfigStore.instance().store(name="gallery_schema", node=Gallery)
+DATA = {
+    "omniglot": lambda: find_files(None, SPLITS["train"], download=False),
+    "cora": lambda: data_file("planetoid/cora.npz"),
+    "insteval": lambda: data_file("insteval/InstEval.csv"),
+}
+"""Functions that raise if a data set is missing."""
 
 
 def main() -> None:
@@ -112,12 +128,15 @@ def make(config: Gallery) -> Path:
             f"gallery: there is no program {unknown[0]}; there are {', '.join(config.programs)}."
         )
     chosen = {name: one for name, one in config.programs.items() if not config.only or name in config.only}
-    folder, shown = Path(config.folder), {}
+    _check_data(chosen)
+    folder, shown, children = Path(config.folder), {}, set()
     with (
+        signals_raised(),
         ThreadPoolExecutor(config.jobs) as pool,
+        _ended(children, pool),
         Progress(total=len(chosen), unit="program") as bar,
     ):
-        jobs = {pool.submit(run, one, folder / name): name for name, one in chosen.items()}
+        jobs = {pool.submit(run, one, folder / name, children): name for name, one in chosen.items()}
         for job in as_completed(jobs):
             name = jobs[job]
             shown[name] = job.result()
@@ -131,7 +150,44 @@ def make(config: Gallery) -> Path:
     return folder / "index.html"
 
 
-def run(one: Program, folder: Path) -> Shown:
+def _check_data(programs: dict[str, Program]) -> None:
+    """Raise one error that names all missing data and the programs that can run without them."""
+    needed = dict.fromkeys(one.data for one in programs.values() if one.data)
+    missing = {name: reason for name in needed if (reason := _reason_of_absence(name))}
+    if missing:
+        others = ",".join(name for name, one in programs.items() if one.data not in missing)
+        raise ValueError(
+            "\n".join(
+                [
+                    f"gallery: {', '.join(missing)} missing; run the other programs by only=[{others}].",
+                    *missing.values(),
+                ]
+            )
+        )
+
+
+def _reason_of_absence(data: str) -> str | None:
+    try:
+        DATA[data]()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def _ended(children: set[subprocess.Popen[bytes]], pool: ThreadPoolExecutor) -> Iterator[None]:
+    """End all child processes if an error or a signal leaves the context."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+        raise
+
+
+def run(one: Program, folder: Path, children: set[subprocess.Popen[bytes]] | None = None) -> Shown:
     """Run a program unless it has succeeded before, and return the outcome. A failed run starts again."""
     record, command = folder / RECORD, f"python -m {shlex.join(one.run)}"
     if record.exists():
@@ -143,15 +199,27 @@ def run(one: Program, folder: Path) -> Shown:
     write_text(record, json.dumps(Shown(command, 0.0, "It has not ended.")._asdict()) + "\n")
     began = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **os.environ}
-    with (folder / "gallery.log").open("w") as log:
-        status = subprocess.run(
-            [sys.executable, "-m", *one.run], stdout=log, stderr=log, env=environment, check=False
-        ).returncode
-    lines = (folder / "gallery.log").read_text(errors="replace").splitlines()
-    failure = (lines or ["It said nothing."])[-1] if status else ""
+    arguments = [sys.executable, "-m", *one.run]
+    children = set() if children is None else children
+    with (
+        (folder / "gallery.log").open("w") as log,
+        subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True) as child,
+    ):
+        children.add(child)
+        status = child.wait()
+    children.discard(child)
+    failure = _failure(folder) if status else ""
     shown = Shown(command, time.perf_counter() - began, failure)
     write_text(record, json.dumps(shown._asdict()) + "\n")
     return shown
+
+
+def _failure(folder: Path) -> str:
+    """Return the whole message of a failed program, or else the end of its output."""
+    if (folder / result.FAILURE).exists():
+        return (folder / result.FAILURE).read_text().strip()
+    lines = (folder / "gallery.log").read_text(errors="replace").splitlines()
+    return "\n".join(lines[-LAST:]) or "The program printed nothing."
 
 
 def page(config: Gallery, shown: dict[str, Shown]) -> str:
@@ -175,7 +243,7 @@ def _section(title: str, name: str, one: Shown, folder: Path) -> str:
     parts = [f'<section id="{name}"><h2>{html.escape(title)}</h2><pre>{html.escape(one.command)}</pre>']
     parts.append(f'<p class="muted">{one.seconds:.0f} seconds</p>')
     if one.failure:
-        parts.append(f'<p class="failed">{html.escape(one.failure)}</p>')
+        parts.append(f'<pre class="failed">{html.escape(one.failure)}</pre>')
     parts += [
         f'<a href="{file}"><img src="{file}" alt="{file.stem}" loading="lazy"></a>'
         for file in (path.relative_to(folder) for path in pictures)

@@ -25,11 +25,12 @@ from hydra.core.config_store import ConfigStore
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments.run import checkpoint, result, resume
-from experiments.run.config import check_least, converted
+from experiments.run.build import build_tasks
+from experiments.run.config import check_least, composed, converted
 from experiments.run.evaluate import Interval
 from experiments.run.files import markdown, write_text
 from experiments.run.help import CONF
-from experiments.run.job import FAILURE, launch
+from experiments.run.job import launch
 from experiments.run.metrics import last_values, read_rows, series
 from experiments.run.plots.learning import comparison
 from experiments.run.progress import Progress
@@ -42,18 +43,9 @@ log = logging.getLogger("experiments.table")
 PILOT = 30  # outer steps that measure the time of one step
 TIME, PEAK = "time/outer_step(ms)", "memory/peak(MiB)"
 AFTER, BEFORE = "test/accuracy(%)", "test/accuracy_before(%)"
-HEADER = [
-    "algorithm",
-    "accuracy (%)",
-    "of each seed",
-    "before",
-    "inner steps",
-    "batch norm",
-    "outer steps",
-    "minutes",
-    "MiB",
-    "papers",
-]
+HEADER = (
+    "algorithm, accuracy (%), of each seed, before, inner steps, batch norm, outer steps, min, MiB, papers"
+)
 SHORT = ["evaluate.tasks=2", "evaluate.validation_tasks=2", "memory.enabled=false", "log.every=5"]
 
 
@@ -106,7 +98,9 @@ def run_table(config: Table) -> None:
         for name in names:
             if not (CONF / group / f"{name}.yaml").is_file():
                 raise ValueError(f"table: there is no {group}={name}; conf/{group} has one file for each.")
+    _check_data(config)
     grid = list(itertools.product(config.seeds, config.experiments, config.algorithms))
+    log.info("%s", _plan(len(grid), config))
     with logging_redirect_tqdm(), Progress(grid, unit="cell") as bar:
         for seed, experiment, algorithm in bar:
             bar.set_postfix_str(f"{experiment} {algorithm} {seed}")
@@ -114,6 +108,21 @@ def run_table(config: Table) -> None:
             write(config, experiment)
     for experiment in config.experiments:
         print((Path(config.folder) / f"{experiment}.md").read_text())
+
+
+def _check_data(config: Table) -> None:
+    """Raise before the first cell if the data of an experiment are missing."""
+    for experiment in config.experiments:
+        build_tasks(
+            converted("table", composed("config", [f"experiment={experiment}", *config.overrides])).task
+        )
+
+
+def _plan(cells: int, config: Table) -> str:
+    """Return how long a table takes."""
+    if config.minutes is None:
+        return f"{cells} cells, each as long as its experiment. minutes=15 gives every cell 15 minutes of training."
+    return f"{cells} cells of {config.minutes:g} minutes take about {cells * config.minutes / 60:.1f} hours."
 
 
 def start(cell: Cell) -> None:
@@ -160,16 +169,20 @@ def write(config: Table, experiment: str) -> None:
         name: [folder / experiment / name / str(seed) for seed in config.seeds] for name in config.algorithms
     }
     finished = {name: [cell for cell in own if (cell / result.FILE).exists()] for name, own in cells.items()}
+    header: list[str] = list(HEADER.split(", "))
     rows = [[name, *_values(finished[name]), papers.get(name, "-")] for name in cells]
     lines = [
         f"# {experiment}",
         "",
         *_protocol([cell for own in finished.values() for cell in own], config),
         "",
-        markdown([HEADER, *rows]),
+        markdown([header, *rows]),
     ]
     lost = [
-        f"- {cell}: {_reason(cell)}" for name in cells for cell in cells[name] if cell not in finished[name]
+        f"- {cell}: {result.reason(cell)}"
+        for name in cells
+        for cell in cells[name]
+        if cell not in finished[name]
     ]
     lines += ["", "Not finished:", "", *lost] if lost else []
     write_text(folder / f"{experiment}.md", "\n".join(lines) + "\n")
@@ -228,11 +241,6 @@ def _protocol(cells: list[Path], config: Table) -> list[str]:
         "outer steps times the median time of one; MiB are the peak of the process on a CPU, of the allocator on a "
         "GPU.",
     ]
-
-
-def _reason(folder: Path) -> str:
-    failure = folder / FAILURE
-    return failure.read_text().strip().partition("\n")[0] if failure.exists() else "it has not ended"
 
 
 if __name__ == "__main__":

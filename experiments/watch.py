@@ -21,7 +21,7 @@ import yaml
 from tqdm import tqdm
 
 from experiments.run import result
-from experiments.run.job import FAILURE, launch
+from experiments.run.job import launch
 from experiments.run.metrics import read_rows, series
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -151,8 +151,8 @@ def _iterations(folder: Path) -> int | None:
 
 
 def _state(folder: Path) -> str:
-    if (folder / FAILURE).exists():
-        return (folder / FAILURE).read_text().strip().partition("\n")[0] or "failed"
+    if (folder / result.FAILURE).exists():
+        return (folder / result.FAILURE).read_text().strip().partition("\n")[0] or "failed"
     if (folder / result.FILE).exists():
         return "finished"
     return "running" if _is_locked(folder) else "stopped"

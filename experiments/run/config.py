@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue
 
@@ -123,6 +124,11 @@ def converted(call: str, config: DictConfig) -> Any:
             f"has no task.ways; give {error.full_key}=VALUE, or choose another task or model."
         ) from error
     check_keys(call, resolved)
+    folder = getattr(resolved, "folder", None)
+    if folder is not None and HydraConfig.initialized() and HydraConfig.get().run.dir != folder:
+        raise ValueError(
+            f"{call}: give folder=FOLDER instead of hydra.run.dir, which only chooses where a log is."
+        )
     return resolved
 
 

@@ -64,7 +64,7 @@ def preflight(parts: Parts, draw: Callable[[], Batch]) -> str:
         MissingDerivative: A derivative that training needs is incorrect or missing. The message holds the report.
     """
     with torch.random.fork_rng():
-        report = mg.preflight(parts.algorithm, draw())
+        report = mg.preflight(parts.module, draw())
     if not report.ok:
         raise MissingDerivative(
             f"train: preflight=true found derivatives that are incorrect or missing.\n{report}"

@@ -36,7 +36,6 @@ from metagrad.curvature import SolveError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FAILURE = "failure.txt"
 DEFAULT_THREADS = torch.get_num_threads()
 EXPECTED = (
     ValueError,
@@ -172,7 +171,7 @@ def claimed(folder: Path, *, is_resumed: bool = False, how_to_go_on: str = "") -
                 f"{folder} holds a run already: continue it by resume=FOLDER, or choose another hydra.run.dir or "
                 "hydra.sweep.dir."
             )
-        (folder / FAILURE).unlink(missing_ok=True)
+        (folder / result.FAILURE).unlink(missing_ok=True)
         try:
             yield
         except Interrupted as stop:
@@ -230,7 +229,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _note(folder: Path, error: BaseException) -> None:
     with contextlib.suppress(OSError):  # of a full disk: the terminal and the exit status still tell
-        write_text(folder / FAILURE, f"{explained(error) or f'{type(error).__name__}: {error}'}\n")
+        write_text(folder / result.FAILURE, f"{explained(error) or f'{type(error).__name__}: {error}'}\n")
 
 
 def _log(log: logging.Logger, message: str, error: BaseException) -> None:

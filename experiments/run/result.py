@@ -11,6 +11,7 @@ from experiments.run.config import plain
 from experiments.run.evaluate import Interval
 from experiments.run.files import write_text
 from experiments.run.loop import Run, evaluate_split
+from experiments.run.metrics import read_rows
 from experiments.run.schemas import given
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from metagrad.tasks import TaskDistribution
 
-FILE = "result.json"
+FILE, FAILURE = "result.json", "failure.txt"
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 POLICIES = {
     None: "batch statistics, transductive",
@@ -78,6 +79,16 @@ def set_aside(folder: Path) -> None:
     if file.exists():
         step = json.loads(file.read_text())["step"]
         file.rename(folder / f"result_{step}.json")
+
+
+def reason(folder: Path) -> str:
+    """Return why a run has no result."""
+    failure = folder / FAILURE
+    if failure.exists():
+        words = failure.read_text().strip().partition("\n")[0]
+        return words if words.startswith("Interrupted") else f"failed: {words or 'without a reason'}"
+    rows = read_rows(folder / "metrics.jsonl")
+    return f"unfinished at step {rows[-1]['step'] if rows else 0}"
 
 
 def text(result: dict[str, Any]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -45,6 +47,33 @@ def test_what_ended_well_is_not_run_again(gallery, tmp_path):
     gallery.programs["good"].run = ["platform"]
     make(gallery)
     assert json.loads((tmp_path / "good" / "gallery.json").read_text())["command"] == "python -m platform"
+
+
+def test_the_whole_message_of_a_failure_is_shown(gallery, tmp_path):
+    gallery.programs["bad"].run = ["experiments.studies.scale", "--processes=two"]
+    with pytest.raises(ValueError, match="gallery: bad failed"):
+        make(gallery)
+    assert json.loads((tmp_path / "bad" / "gallery.json").read_text())["failure"].startswith("usage: ")
+
+
+def test_missing_data_are_one_error_before_anything_starts(gallery, tmp_path, monkeypatch):
+    monkeypatch.setenv("METAGRAD_DATA", str(tmp_path / "none"))
+    for name, data in {"bad": "omniglot", "cora": "cora", "more": "cora"}.items():
+        gallery.programs[name] = Program(name, ["platform"], data)
+    missing = r"gallery: omniglot, cora missing; run the other programs by only=\[good\]\."
+    with pytest.raises(ValueError, match=missing + r"\nOmniglot: [^$]*cora.npz is missing"):
+        make(gallery)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_child_outlives_the_gallery(start_program, tmp_path):
+    process = start_program("gallery", "only=[train]", f"folder={tmp_path}", cwd=tmp_path)
+    while not (tmp_path / "train" / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.1)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert (tmp_path / "train" / "failure.txt").read_text().startswith("Interrupted by SIGTERM")
 
 
 def test_an_unknown_program_is_an_error(gallery):

@@ -34,6 +34,7 @@ def grid(run, tmp_path, monkeypatch):
         run(folder, *own, *TINY)
 
     monkeypatch.setattr(table, "train", train)
+    monkeypatch.setattr(table, "_check_data", lambda config: None)
     monkeypatch.setattr(table, "comparison", lambda path, curves: drawn.append((path, curves)))
     return config, commands, drawn
 
@@ -85,8 +86,20 @@ def test_a_cell_that_was_interrupted_goes_on_and_one_that_failed_is_told(tmp_pat
     run_table(config)
     assert commands == [[f"resume={cell}"]]
     written = (tmp_path / "sinusoid.md").read_text()
-    assert f"Not finished:\n\n- {cell}: Out of memory.\n" in written
+    assert f"Not finished:\n\n- {cell}: failed: Out of memory.\n" in written
     assert "No cell is finished." in written
+
+
+def test_missing_data_end_a_table_before_any_cell(grid, tmp_path, monkeypatch):
+    config, commands, _ = grid
+    monkeypatch.undo()
+    monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
+    config.experiments, config.overrides = ["omniglot_5way1shot"], ["threads=1"]
+    with pytest.raises(
+        ValueError, match=r"(?s)Omniglot: this split needs .*Set task\.download=true to fetch Omniglot"
+    ):
+        run_table(config)
+    assert not commands
 
 
 @pytest.mark.parametrize(
