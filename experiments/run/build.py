@@ -110,11 +110,7 @@ def build_optimizer(config: Optimizer, params: object, allow: Sequence[str] = ()
     Raises:
         ValueError: It raises for its arguments.
     """
-    make = build(config, allow=allow, key="optimizer")
-    try:
-        return make(params)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer: {config._target_}: {in_keys('optimizer', error)}") from error
+    return build({**asdict(config), "_partial_": False}, params, allow=allow, key="optimizer")
 
 
 def build_tasks(config: Task, allow: Sequence[str] = (), **changes: object) -> TaskDistribution:

@@ -58,9 +58,9 @@ def test_the_whole_message_of_a_failure_is_shown(gallery, tmp_path):
 
 def test_missing_data_are_one_error_before_anything_starts(gallery, tmp_path, monkeypatch):
     monkeypatch.setenv("METAGRAD_DATA", str(tmp_path / "none"))
-    for name, data in {"bad": "omniglot", "cora": "cora", "more": "cora"}.items():
+    for name, data in {"bad": "omniglot", "cora": "cora.npz", "more": "cora.npz"}.items():
         gallery.programs[name] = Program(name, ["platform"], data)
-    missing = r"gallery: omniglot, cora missing; run the other programs by only=\[good\]\."
+    missing = r"gallery: omniglot, cora.npz missing; run the other programs by only=\[good\]\."
     with pytest.raises(ValueError, match=missing + r"\nOmniglot: [^$]*cora.npz is missing"):
         make(gallery)
     assert not list(tmp_path.iterdir())
