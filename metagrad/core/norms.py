@@ -113,9 +113,8 @@ def batch_norm(
             f"batch_norm(input, ..., training=True): expected more than one value for each channel, got input of "
             f"shape {tuple(input.shape)}."
         )
-    axes = (0, *range(2, input.ndim))
-    _move(running_mean, running_var, input, axes, momentum)
-    return _by_channels(*_statistics(widened(input), axes, eps), weight, bias).to(input.dtype)
+    axes, running = (0, *range(2, input.ndim)), (running_mean, running_var, momentum)
+    return _by_channels(*_statistics(widened(input), axes, eps, running), weight, bias).to(input.dtype)
 
 
 def instance_norm(
@@ -161,8 +160,8 @@ def instance_norm(
             "instance_norm(input, ...): expected more than one value for each channel of an example, got input of "
             f"shape {tuple(input.shape)}."
         )
-    _move(running_mean, running_var, input, axes, momentum)
-    return _by_channels(*_statistics(widened(input), axes, eps), weight, bias).to(input.dtype)
+    running = (running_mean, running_var, momentum)
+    return _by_channels(*_statistics(widened(input), axes, eps, running), weight, bias).to(input.dtype)
 
 
 class composite_norms(Dispatch):  # noqa: N801, used as a function is
@@ -205,10 +204,20 @@ _COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }
 
 
-def _statistics(input: Tensor, axes: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
-    """Return the centred input, and what to multiply it by."""
+def _statistics(
+    input: Tensor,
+    axes: tuple[int, ...],
+    eps: float,
+    running: tuple[Tensor | None, Tensor | None, float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the centered input and the factor that normalizes it, and update running statistics."""
     variance, mean = torch.var_mean(input, axes, correction=0, keepdim=True)
-    return input - mean, (variance + eps).rsqrt()
+    if running is not None:
+        count = input.numel() // max(variance.numel(), 1)
+        _move(*running, mean.detach(), variance.detach() * (count / max(count - 1, 1)))
+    return input + -mean, (
+        variance + eps
+    ).rsqrt()  # the derivative of a difference would negate the whole input
 
 
 def _by_channels(centred: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -228,15 +237,9 @@ def _by_channel(values: Tensor, ndim: int) -> Tensor:
 
 @torch.no_grad()
 def _move(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    input: Tensor,
-    axes: tuple[int, ...],
-    momentum: float,
+    running_mean: Tensor | None, running_var: Tensor | None, momentum: float, mean: Tensor, var: Tensor
 ) -> None:
-    """Move running statistics towards those of the input; examples are averaged where each has its own."""
-    var, mean = torch.var_mean(widened(input.detach()), axes, keepdim=False)
+    """Update running statistics by those of an input ``[1 or N, C, ...]``, averaged over examples."""
     for running, value in ((running_mean, mean), (running_var, var)):
         if running is not None:
-            moved = torch.lerp(widened(running), value if value.ndim == 1 else value.mean(0), momentum)
-            running.copy_(moved)
+            running.copy_(torch.lerp(widened(running), value.flatten(1).mean(0), momentum))

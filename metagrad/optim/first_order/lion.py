@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY
-from typing import NamedTuple
+from collections.abc import Iterator, MutableMapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metagrad.core.tree import Params
+from metagrad.core.tree import Params, widened
 from metagrad.optim.arithmetic import average, plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
-from metagrad.optim.torch_optim.optimizer import RuleOptimizer
+from metagrad.optim.torch_optim.optimizer import Group, RuleOptimizer, Work, as_number
+from metagrad.optim.torch_optim.state import Change, ParameterState
 
 
 class LionState(NamedTuple):
@@ -91,6 +93,40 @@ class LionRule(PerParameter):
 lion = LionRule
 
 
+_LARGE = 1e30
+"""A step of this length cannot make a finite float32 infinite: it rounds to none at the largest numbers."""
+
+
+@dataclass(frozen=True)
+class LionChange(Change):
+    """A step of Lion that is computed when it is written, one parameter at a time, with one temporary tensor.
+
+    A step of finite numbers is finite, so no result has to be checked before the first one is written.
+    """
+
+    group: Group = field(default_factory=dict[str, Any])
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield nothing, because gradients and parameters were checked."""
+        yield from ()
+
+    def write(self, kept: MutableMapping[Tensor, ParameterState]) -> None:
+        """Write parameters in place, and their state into the state of an optimizer."""
+        lr, decay = as_number(self.group["lr"]), as_number(self.group["weight_decay"])
+        beta1, beta2 = as_number(self.group["betas"])
+        for key, p in self.params.items():
+            state, w, g = kept[p], widened(p), widened(self.moved[key])
+            g = -g if self.group["maximize"] else g
+            mean = state.get("mean")
+            mean = torch.zeros_like(w) if mean is None else mean
+            if decay:
+                w.mul_(1 - lr * decay)
+            w.add_(average(mean, beta1, g).sign_(), alpha=-lr)
+            if w is not p:
+                p.copy_(w)
+            state.update(step=state.get("step", 0) + 1, mean=average(mean, beta2, g))
+
+
 class Lion(RuleOptimizer, rule=LionRule):
     r"""Optimize by Lion: steps of the same length in every element, along the sign of a momentum.
 
@@ -114,3 +150,15 @@ class Lion(RuleOptimizer, rule=LionRule):
     References:
         Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2.
     """
+
+    def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
+        yield from super()._observed(work)
+        yield from ((f"the value of {key!r}", p) for key, p in work.params.items())
+
+    def _changes(self, work: Work) -> Iterator[Change]:
+        lr, decay = as_number(work.group["lr"]), as_number(work.group["weight_decay"])
+        self._rule(work.group)
+        if lr < _LARGE and lr * decay <= 2:
+            yield LionChange(work.params, work.grads, {}, group=work.group)
+        else:
+            yield from super()._changes(work)

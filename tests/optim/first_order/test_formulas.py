@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from metagrad.optim import Lion
 from metagrad.optim.arithmetic import root
 from metagrad.optim.rules import lion
 
@@ -35,3 +37,18 @@ def test_root_has_zero_derivatives_at_zero_and_the_roots_elsewhere():
     torch.testing.assert_close(second, torch.tensor([0, -1 / 32, -1 / 108], dtype=torch.float64))
     assert torch.autograd.grad(second.sum(), x)[0][0] == 0
     assert root(torch.tensor([float("nan"), -1.0])).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1, "maximize": True, "betas": (0.5, 0.6)}], ids=str
+)
+def test_the_optimizer_takes_the_steps_of_the_rule_bit_for_bit(options):
+    p = torch.linspace(-1, 1, 7).requires_grad_()
+    params, rule, opt = {"w": p.detach().clone()}, lion(0.1, **options), Lion([p], lr=0.1, **options)
+    state = rule.init(params)
+    for seed in range(4):
+        p.grad = torch.randn(7, generator=torch.Generator().manual_seed(seed))
+        params, state = rule.update({"w": p.grad}, state, params)
+        opt.step()
+        assert torch.equal(p, params["w"])
+        assert torch.equal(opt.state[p]["mean"], state.mean["w"])
