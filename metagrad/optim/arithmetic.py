@@ -1,4 +1,4 @@
-"""The arithmetic that rules share; each can be differentiated at every order, also at zero."""
+"""The arithmetic that rules share. Each function is differentiable at every order, also at zero."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plus_scaled(base: Tensor, scale: float | Tensor, direction: Tensor, sign: in
 
 
 def average(old: Tensor, kept: float | Tensor, new: Tensor) -> Tensor:
-    """Update a running average, of which the share ``kept`` stays; in one pass where that is a number."""
+    """Update a running average that keeps the share ``kept`` of its old value."""
     if isinstance(kept, Tensor) or old.dtype != new.dtype:
         return kept * old + (1 - kept) * new
     return torch.lerp(old, new, 1 - kept)
@@ -43,8 +43,8 @@ def minus_quotient(base: Tensor, factor: float | Tensor, numerator: Tensor, deno
 
 
 def is_differentiated(value: Tensor) -> bool:
-    """Say whether a derivative of what is calculated with a tensor may be taken."""
-    # A compiled graph fuses what is guarded against; forward mode cannot be asked about there.
+    """Return whether a derivative of a function of a tensor may be taken."""
+    # In a compiled graph the guard costs nothing, and forward mode cannot be detected.
     is_on_tape = torch.is_grad_enabled() or torch.compiler.is_compiling()
     return is_on_tape or unpack_dual(value).tangent is not None
 
@@ -52,8 +52,8 @@ def is_differentiated(value: Tensor) -> bool:
 def root(value: Tensor) -> Tensor:
     r"""Compute :math:`\sqrt{x}`, with all derivatives 0 at :math:`x = 0`.
 
-    The derivative of the root is infinite there, and zero times infinity is NaN: a second moment that is zero,
-    as in a row whose gradient is zero, would make every meta-gradient NaN.
+    The derivative of the root is infinite at zero, and zero times infinity is NaN. So a second moment of zero, as in
+    a row whose gradient is zero, would make every meta-gradient NaN.
     """
     if not is_differentiated(value):
         return value.sqrt()
@@ -62,7 +62,7 @@ def root(value: Tensor) -> Tensor:
 
 
 def matrix_norm(matrix: Tensor) -> Tensor:
-    """Compute the Frobenius norm of ``[..., m, n]``, as ``[..., 1, 1]``; all derivatives of that of 0 are 0."""
+    """Compute the Frobenius norm of ``[..., m, n]``, as ``[..., 1, 1]``. All its derivatives at zero are 0."""
     zero = (matrix == 0).all(-1, keepdim=True).all(-2, keepdim=True)
     norm = linalg.vector_norm(torch.where(zero, 1, matrix), dim=(-2, -1), keepdim=True)
     return torch.where(zero, 0, norm)

@@ -1,4 +1,4 @@
-"""The forms of a hyper-parameter, its value at one step for one parameter, and where a rule holds it."""
+"""The forms of a hyperparameter, and its value at one step for one parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from metagrad.optim.rule import Hyperparameter
 
 
 def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, below: float = math.inf) -> None:
-    """Refuse a value of an unknown form, or a number outside of [0, below); tensors may be learned, and pass."""
+    """Raise an error for a value of an unknown form, or a number outside of [0, below). Tensors are not checked."""
     if isinstance(value, Tensor):
         if value.ndim > 1:
             raise ValueError(
@@ -47,7 +47,7 @@ def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, below: 
 def at_step(
     name: str, value: Hyperparameter, step: int | Tensor
 ) -> float | Tensor | Mapping[str, float | Tensor]:
-    """Choose the value of one step; its number is a tensor where the step is compiled."""
+    """Return the value at one step. In a compiled loop the number of the step is a tensor."""
     per_step = value.ndim == 1 if isinstance(value, Tensor) else isinstance(value, Sequence)
     if not per_step:
         return value  # type: ignore[return-value]
@@ -62,7 +62,7 @@ def at_step(
 
 
 def _selected(values: Tensor | Sequence[Any], step: Tensor) -> Tensor | Mapping[str, Tensor]:
-    """Choose the value of a step without looking at its number; beyond the last it is NaN."""
+    """Return the value at a step that is a tensor, by indexing. Beyond the last value it is NaN."""
     if not isinstance(values, Tensor):
         if isinstance(values[0], Mapping):
             return {key: _selected([value[key] for value in values], step) for key in values[0]}  # type: ignore[misc]
@@ -72,7 +72,7 @@ def _selected(values: Tensor | Sequence[Any], step: Tensor) -> Tensor | Mapping[
 
 
 def values_at(name: str, value: Hyperparameter, step: int | Tensor, params: Params) -> list[float | Tensor]:
-    """Choose the value of each parameter at one step, in the order of ``params``."""
+    """Return the value of each parameter at one step, in the order of ``params``."""
     chosen = at_step(name, value, step)
     if not isinstance(chosen, Mapping):
         return [chosen] * len(params)
@@ -86,12 +86,12 @@ def values_at(name: str, value: Hyperparameter, step: int | Tensor, params: Para
 
 
 def is_used(value: Hyperparameter) -> bool:
-    """Say whether a hyper-parameter is anything but the number 0."""
+    """Return whether a hyperparameter is anything but the number 0."""
     return not (isinstance(value, (int, float)) and value == 0)
 
 
 def count(step: int | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Return a number of steps to calculate with; a compiled one would give powers of numbers in float32."""
+    """Return a number of steps for arithmetic. A compiled one is converted, because its powers would be float32."""
     if not isinstance(step, Tensor):
         return step
     return step.to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -111,7 +111,7 @@ def _fitting(name: str, key: str, value: float | Tensor, param: Tensor) -> float
 T = TypeVar("T")
 
 _PLAIN = (float, int, str, type(None))
-"""Most of what fields hold."""
+"""Types of fields that hold no tensor."""
 
 
 def hyperparameters_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -125,7 +125,7 @@ def hyperparameters_in(value: object, path: str = "") -> Iterator[tuple[str, Ten
 
 
 def with_hyperparameters(value: T, change: Callable[[Tensor], Tensor]) -> T:
-    """Return a rule whose tensors are what ``change`` makes of them."""
+    """Return a rule in which ``change`` is applied to every tensor."""
     if isinstance(value, Tensor):
         return change(value)  # type: ignore[return-value]
     if isinstance(value, _PLAIN):

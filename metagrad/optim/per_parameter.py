@@ -1,4 +1,4 @@
-"""Rules that move one parameter at a time: what they share, so that each is its formula."""
+"""The base class of rules that update one parameter at a time. A subclass is the formula of its step."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from metagrad.optim.rule import Hyperparameter, RuleNode
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 Slot: TypeAlias = "Tensor | tuple[Slot, ...] | None"
-"""What a slot keeps of a parameter: tensors of its shape, or matrices of its axes."""
+"""The state of a parameter in one slot: a tensor in its shape, or matrices for its axes."""
 
 Values: TypeAlias = Any
-"""The hyper-parameters of one parameter at one step, by name, numbers or tensors; betas are ``beta1``, ``beta2``."""
+"""The hyperparameters of one parameter at one step, by name. ``betas`` are ``beta1`` and ``beta2``."""
 
 
 class PerParameter(RuleNode):
-    """A rule that is given by how it moves one parameter.
+    """A rule that is defined by its update of one parameter.
 
-    A subclass is a frozen dataclass that names its ``hyper``-parameters and its ``State``, and writes ``slots`` and
-    ``move``, which is given the hyper-parameters that were chosen for the step and the parameter.
+    A subclass is a frozen dataclass that declares its hyperparameters and its ``State``. It implements
+    ``init_slots`` and ``update_param``, which receives the hyperparameters of the step and the parameter.
 
-    A rule that treats elements one by one has ``decays_linearly``: whether a step multiplies those whose gradients
-    have all been zero by a factor that is the same for all.
+    An elementwise rule has ``decays_linearly``. It is True if a step scales all elements that had only zero gradients
+    by one common factor.
 
-    Parameters of half precision are moved in float32, and rounded; their state is float32: averages would stand still
-    in bfloat16, and the squares of gradients overflow or vanish in float16.
+    A parameter in half precision is updated in float32 and rounded, and its state is float32. Averages would stand
+    still in bfloat16, and the squares of gradients overflow or vanish in float16.
     """
 
     call: ClassVar[str]
-    """What makes the rule, for errors: ``"adam(...)"``."""
+    """The call that makes the rule, for errors: ``"adam(...)"``."""
     State: ClassVar[type]
-    """A named tuple of ``step`` and, by parameter name, the slots; those that are not needed are None."""
+    """A named tuple of ``step`` and the slots, by parameter name. A slot that is not needed is None."""
     takes_rows: ClassVar[bool] = False
     """Whether a gradient may be RowSparse."""
     maximize: bool
-    move: Callable[..., tuple[Any, ...]]
-    """``move(h, step, w, g, *slots)``: a parameter and its slots after a step; ``step`` counts those before it."""
+    update_param: Callable[..., tuple[Any, ...]]
+    """``update_param(h, step, w, g, *slots)`` returns a parameter and its slots. ``step`` is 0 at first."""
 
     def __post_init__(self) -> None:
         betas, default = (getattr(each, "betas", ()) for each in (self, type(self)))
@@ -51,20 +51,20 @@ class PerParameter(RuleNode):
         for name, value in self._hyperparameters():
             check_hyperparameter(self.call, name, value, below=self.below[name.partition("[")[0]])
 
-    def slots(self, param: Tensor) -> tuple[Slot, ...]:
+    def init_slots(self, param: Tensor) -> tuple[Slot, ...]:
         """Return the state of a parameter before the first step, a tensor for each slot."""
         raise NotImplementedError
 
     def check(self, key: str, param: Tensor) -> None:
-        """Refuse a parameter that the rule cannot update."""
+        """Raise an error for a parameter that the rule cannot update."""
         check_real(f"{self.call}.init", key, param)
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step."""
         for key, param in params.items():
             self.check(key, param)
-        rows = [self.slots(widened(param)) for param in params.values()]
-        return self.State(0, *_by_name(params, rows, self.slots(torch.empty(0))))
+        rows = [self.init_slots(widened(param)) for param in params.values()]
+        return self.State(0, *_by_name(params, rows, self.init_slots(torch.empty(0))))
 
     def update(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
         """Take one step."""
@@ -73,17 +73,17 @@ class PerParameter(RuleNode):
         for (key, w), h in zip(params.items(), self._at(state.step, params), strict=True):
             own = [None if slot is None else slot[key] for slot in slots]
             if not w.numel():
-                rows.append([w, *own])  # no norm, shape or matrix of it is known to `move`
+                rows.append([w, *own])  # `update_param` need not know about parameters without elements
                 continue
             g = widened(-gradients[key] if self.maximize else gradients[key])
-            new, *moved = self.move(h, count(state.step, w.dtype), widened(w), g, *own)
-            # A 0-d tensor as hyper-parameter widens a 0-d parameter.
+            new, *moved = self.update_param(h, count(state.step, w.dtype), widened(w), g, *own)
+            # A 0-d tensor as hyperparameter widens a 0-d parameter.
             rows.append([new.to(w.dtype), *map(_as_before, own, moved)])
         news, *fields = _by_name(params, rows, (params, *slots))
         return news, self.State(state.step + 1, *fields)
 
     def _at(self, step: int | Tensor, params: Params) -> list[Values]:
-        """Choose the hyper-parameters of each parameter at one step."""
+        """Choose the hyperparameters of each parameter at one step."""
         pairs = list(self._hyperparameters())
         if all(isinstance(value, (int, float)) for _, value in pairs):
             return [self.values(*(value for _, value in pairs))] * len(params)
@@ -91,7 +91,7 @@ class PerParameter(RuleNode):
         return [self.values(*own) for own in zip(*chosen, strict=True)]
 
     def _hyperparameters(self) -> Iterator[tuple[str, Hyperparameter]]:
-        """Yield the hyper-parameters as users know them, in the order of ``values``."""
+        """Yield the hyperparameters as users know them, in the order of ``values``."""
         for name in self.hyper:
             value = getattr(self, name)
             if name == "betas":
@@ -101,7 +101,7 @@ class PerParameter(RuleNode):
 
 
 def _as_before(old: Slot, new: Any) -> Any:
-    """Return what is new in a slot, in the dtypes of before."""
+    """Return the new value of a slot in the dtype of the old value."""
     if isinstance(old, tuple):
         return tuple(map(_as_before, old, new))
     return None if old is None else new.to(old.dtype)
@@ -121,7 +121,7 @@ def check_real(call: str, key: str, param: Tensor) -> None:
 
 
 def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: bool = False) -> Params:
-    """Return the gradients in the order of ``params``; refuse missing ones, and sparse ones that would be dense."""
+    """Return the gradients in the order of ``params``. Raise an error for missing and unsupported sparse ones."""
     for key in params:
         gradient = grads.get(key)
         if gradient is None:
@@ -138,7 +138,7 @@ def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: b
 
 
 def _by_name(params: Params, rows: Sequence[Iterable[Any]], pattern: Iterable[object | None]) -> list[Any]:
-    """Turn what each parameter has into a dict for each slot; None where the pattern has None."""
+    """Turn the values of each parameter into a dict for each slot. A slot is None if the pattern has None."""
     wanted = list(pattern)
     columns = list(zip(*rows, strict=True)) or [()] * len(wanted)
     return [

@@ -18,8 +18,9 @@ from metagrad.core._torch import pytree
 from metagrad.core.tree import Params
 
 Hyperparameter: TypeAlias = "float | Tensor | Mapping[str, float | Tensor] | Sequence[Any]"
-"""A number; a 0-d tensor; a 1-d tensor or a sequence with one value for each step; or a mapping with one value
-for each parameter by name: a number, a 0-d tensor, or a tensor of the parameter's shape, for its elements."""
+"""A value (number or 0-d tensor), a value for each step (1-d tensor or sequence), or a value for each parameter.
+
+Values for parameters are a mapping by name. Each is a number, a 0-d tensor, or a tensor in the parameter's shape."""
 
 R = TypeVar("R")
 
@@ -27,12 +28,12 @@ WIDTH = 114  # of a docstring without its indentation
 
 
 def hyperparameter(*, doc: str, default: Any = dataclasses.MISSING, below: float = math.inf) -> Any:
-    """Declare a field of a rule that is a hyper-parameter, which may be a tensor that requires grad.
+    """Declare a field of a rule that is a hyperparameter, which may be a tensor that requires grad.
 
     Args:
-        doc: A line of documentation.
-        default: Its value where none is given; without, one has to be.
-        below: What a number must be below; it is never negative.
+        doc: Line of documentation.
+        default: Default value. Without a default, the argument is required.
+        below: Upper bound of a number, exclusive. The lower bound is 0.
     """
     return dataclasses.field(default=default, metadata={"doc": doc, "hyper": True, "below": below})
 
@@ -57,7 +58,7 @@ def functional_optimizer(cls: type[R]) -> type[R]:
 
 
 def _each_named(cls: type, names: Iterable[str]) -> Iterator[str]:
-    """Yield names; of ``betas``, those of each."""
+    """Yield names, with ``betas`` expanded to ``beta1``, ``beta2`` and so on."""
     for name in names:
         yield from (f"beta{i + 1}" for i in range(len(cls.betas))) if name == "betas" else (name,)  # type: ignore[attr-defined]
 
@@ -68,7 +69,7 @@ def documented_fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 
 def with_arguments(doc: str, arguments: Iterable[tuple[str, str]], before: str = "") -> str:
-    """Insert a section ``Args`` into a docstring, before its later sections; the docstring is dedented."""
+    """Dedent a docstring and insert a section ``Args`` before its later sections."""
     doc = inspect.cleandoc(doc)  # as the compiler does it from Python 3.13 on
     fill = {
         "width": WIDTH,
@@ -83,50 +84,50 @@ def with_arguments(doc: str, arguments: Iterable[tuple[str, str]], before: str =
 
 
 class Rule(Protocol):
-    """A functional optimizer, as in optax: two pure functions; its hyper-parameters are fields of a frozen dataclass.
+    """A functional optimizer, as in optax: a frozen dataclass of hyperparameters with two pure functions.
 
-    An elementwise rule works unchanged on stacked tasks. Any other (matrices, norms) declares a field
-    ``batch_ndim: int = 0``: how many leading axes of each parameter count tasks, in ``init`` and ``update``.
-    :func:`with_batch_ndim` sets it wherever it occurs in a rule.
+    An elementwise rule works unchanged on stacked tasks. A rule with matrices or norms declares a field ``batch_ndim:
+    int = 0``, the number of leading axes of each parameter that count tasks. :func:`with_batch_ndim` sets this field
+    everywhere in a rule.
     """
 
     def init(self, params: Params) -> Any:
-        """Return the state before the first step: a tree of tensors and constants."""
+        """Return the state before the first step, a pytree of tensors and constants."""
         ...
 
     def update(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
-        """Return new parameters and a new state, both differentiable; nothing is written in place."""
+        """Return new parameters and a new state, both differentiable. Nothing is written in place."""
         ...
 
 
 class Transform(Protocol):
-    """A link of a chain before the rule: it transforms the gradients."""
+    """A link of a chain before the rule, which transforms the gradients."""
 
     def init(self, params: Params) -> Any:
-        """Return the state before the first step: a tree of tensors and constants."""
+        """Return the state before the first step, a pytree of tensors and constants."""
         ...
 
     def transform(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
-        """Return new gradients and a new state, both differentiable; nothing is written in place."""
+        """Return new gradients and a new state, both differentiable. Nothing is written in place."""
         ...
 
 
 class RuleNode:
-    """A rule, or a part of one, that is a node of torch's trees.
+    """A rule, or a part of one, that is a node of torch's pytrees.
 
-    So whatever takes trees (``unroll``, ``torch.func``, a compiled loop) finds the hyper-parameters of a rule, also
-    within the rules that it is made of. Subclasses are frozen dataclasses; all fields but ``hyper`` and ``nested``
-    are structure: flags, counts, names, functions.
+    So functions of pytrees (``unroll``, ``torch.func``, a compiled loop) find the hyperparameters of a rule and of
+    its parts. Subclasses are frozen dataclasses. Fields other than ``hyper`` and ``nested`` are structure: flags,
+    counts, names and functions.
     """
 
     hyper: ClassVar[tuple[str, ...]] = ()
-    """The fields that are hyper-parameters."""
+    """The fields that are hyperparameters."""
     below: ClassVar[Mapping[str, float]] = {}
-    """What their numbers must be below."""
+    """Upper bounds of their numbers, exclusive."""
     values: ClassVar[type]
-    """A named tuple of one number or tensor for each; of ``betas``, for ``beta1``, ``beta2`` and so on."""
+    """A named tuple with a number or tensor for each. ``betas`` are ``beta1``, ``beta2`` and so on."""
     nested: ClassVar[tuple[str, ...]] = ()
-    """The fields that are trees of anything else: rules, and constants."""
+    """The fields that are pytrees of rules or constants."""
 
     def __init_subclass__(cls, **keywords: object) -> None:
         super().__init_subclass__(**keywords)
@@ -167,10 +168,10 @@ def with_batch_ndim(rule: R, batch_ndim: int) -> R:
 
     Args:
         rule: Any rule, or a chain or another composition of rules.
-        batch_ndim: 1 for parameters ``[tasks, ...]``; 0 for those of one task.
+        batch_ndim: 1 for parameters ``[tasks, ...]``, 0 for parameters of one task.
 
     Returns:
-        The rule, with every field ``batch_ndim`` in it set; the rule itself where it has none, being elementwise.
+        The rule, with every field ``batch_ndim`` set. An elementwise rule has none and is returned itself.
 
     Example:
         >>> from metagrad.optim.rule import with_batch_ndim

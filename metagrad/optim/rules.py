@@ -1,4 +1,4 @@
-"""Rules: functional optimizers, as in optax: frozen hyper-parameters with a pure ``init`` and ``update``."""
+"""Rules are functional optimizers, as in optax: frozen hyperparameters with a pure ``init`` and ``update``."""
 
 from metagrad.optim.first_order.adagrad import adagrad
 from metagrad.optim.first_order.adam import adam, adamw

@@ -1,4 +1,4 @@
-"""The loss that sharpness-aware minimization descends: the highest nearby, to first order."""
+"""Sharpness-aware minimization: the highest loss nearby, to first order."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _CALL = "sharpness_aware(loss_fn, params)"
 def sharpness_aware(
     loss_fn: Callable[..., Tensor], params: Tree, *args: Tree, rho: float | Tensor = 0.05, order: int = 1
 ) -> Tensor:
-    r"""Evaluate a loss one step uphill, which makes its gradient that of sharpness-aware minimization (SAM).
+    r"""Evaluate a loss one step uphill. Its gradient is the gradient of sharpness-aware minimization (SAM).
 
     .. math:: L_{\mathrm{SAM}}(\theta) = L(\theta + \epsilon), \qquad
               \epsilon = \rho \, \frac{\nabla L(\theta)}{\| \nabla L(\theta) \|}
 
     with the norm over all parameters together. With ``order=1``, as in the paper, :math:`\epsilon` is a constant for
-    the derivative, and :math:`\nabla L_{\mathrm{SAM}} = \nabla L(\theta + \epsilon)`. With ``order=2`` the derivative
-    is that of the formula, in ``rho`` too. Any optimizer may descend it. Where the gradient is zero there is no
-    direction, and the loss is L itself.
+    the derivative, and :math:`\nabla L_{\mathrm{SAM}} = \nabla L(\theta + \epsilon)`. With ``order=2`` the formula is
+    differentiated as it is, also with respect to ``rho``. Any optimizer may minimize this loss. At a gradient of
+    zero, there is no direction, and the loss is :math:`L(\theta)`.
 
     The loss is evaluated twice: dropout draws two masks, and BatchNorm in training moves its statistics twice.
 
     Args:
         loss_fn: ``loss_fn(params, *args)``, a tensor with one element.
-        params: A tree of floating point tensors that require grad; the loss uses each.
-        *args: What else the loss takes.
-        rho: The length of the step uphill, :math:`\rho`.
+        params: A pytree of floating point tensors that require grad. The loss must use each of them.
+        *args: Further arguments of the loss.
+        rho: Length of the step uphill, :math:`\rho`.
         order: 1 or 2.
 
     Returns:
-        The loss there, on the tape.
+        The loss one step uphill, differentiable.
 
     Raises:
-        ValueError: ``order`` is neither, ``rho`` is out of its range, the loss does not use a parameter (it is
-            named), or, with ``order=2``, a derivative is missing or known to be wrong in torch.
-        TypeError: A gradient is sparse: a step uphill would be as large as its table.
+        ValueError: ``order`` or ``rho`` is out of its range, or the loss does not use a parameter. With ``order=2``,
+            also if torch has no second derivative of an operation, or a wrong one.
+        TypeError: A gradient is sparse, since a step uphill would be as large as its table.
 
     Example:
         :math:`L = \frac{1}{2} \theta^2` from 3 with a step of 0.5:

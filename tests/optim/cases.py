@@ -1,4 +1,4 @@
-"""One table of rules: every row is held to every invariant. Adding a rule means adding a row."""
+"""The table of rules. Every row is tested for every invariant, so a new rule needs only a new row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MATRICES = {"w": (3, 2), "v": (2, 4)}
 
 @dataclass(frozen=True)
 class Case:
-    """A rule, with hyper-parameters to be given as numbers, tensors and whatever else they may be."""
+    """A rule, with hyperparameters to be given as numbers, tensors and whatever else they may be."""
 
     make: Callable[..., Any]
     hyper: dict[str, Any] = field(default_factory=dict)
@@ -25,19 +25,17 @@ class Case:
     counterpart: Callable[..., torch.optim.Optimizer] | None = None  # takes hyper and flags as they are
     as_counterpart: dict[str, Any] = field(default_factory=dict)  # flags that make it equal
     shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: SHAPES)
-    smooth: dict[str, Any] = field(
-        default_factory=dict
-    )  # hyper-parameters and flags with which differences work
-    for_all: tuple[str, ...] = ()  # hyper-parameters that are not by parameter
+    smooth: dict[str, Any] = field(default_factory=dict)  # hyperparameters and flags for finite differences
+    for_all: tuple[str, ...] = ()  # hyperparameters that are not by parameter
     no_elements: tuple[str, ...] = ()  # those that have no value for each element
-    by_step: bool = True  # whether hyper-parameters may have a value for each step, or each parameter
+    by_step: bool = True  # whether hyperparameters may have a value for each step, or each parameter
 
     def rule(self, form: Callable[[Any], Any] = lambda value: value, **more: Any) -> Any:
-        """Make the rule, with its hyper-parameters in a form."""
+        """Make the rule, with its hyperparameters in a form."""
         return self.make(**formed({**self.hyper, **more}, form), **self.flags)
 
     def smooth_hyper(self) -> dict[str, Any]:
-        """Return the numbers with which finite differences can follow."""
+        """Return the hyperparameters for finite differences."""
         return {**self.hyper, **{k: v for k, v in self.smooth.items() if type(v) is float}}
 
     def smooth_flags(self) -> dict[str, Any]:
@@ -60,12 +58,12 @@ class Case:
 
 
 def formed(hyper, form):
-    """Give every number a form; betas are two."""
+    """Apply a form to every number, and to both betas."""
     return {k: tuple(map(form, v)) if isinstance(v, tuple) else form(v) for k, v in hyper.items()}
 
 
 def draw(shapes, dtype=torch.float64, seed=0, tasks=()):
-    """Draw a tensor for each shape; 0.1 away from zero, where derivatives have kinks."""
+    """Sample a tensor for each shape, at least 0.1 from zero, where derivatives have kinks."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {
         key: torch.randn((*tasks, *shape), generator=generator, dtype=torch.float64)

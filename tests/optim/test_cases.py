@@ -1,4 +1,4 @@
-"""What holds for every rule; the rules are the rows of ``cases.py``."""
+"""Invariants of every rule in the table of ``cases.py``."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_memory_changes_nothing(case):
     assert_same(derivatives("step"), derivatives("full"), rtol=1e-7, atol=1e-10)
 
 
-# The options of a rule are differentiated above; here, what MAML makes of a rule.
+# The options of a rule are differentiated above. This tests the rule within MAML.
 @pytest.mark.parametrize(
     ("name", "task_chunk"),
     [("sgd, nesterov", None), ("adam", 1), ("muon", None), ("shampoo", None), ("soap", 1), ("clip", None)],
@@ -244,7 +244,7 @@ def test_dtype_device_and_structure_are_kept(case):
 
 @over_cases
 def test_steps_of_half_precision_are_those_of_float32_rounded(case):
-    # Squares of 300 overflow in float16, those of 1e-4 are zero, and averages stand still in bfloat16.
+    # In float16, the square of 300 overflows and the square of 1e-4 is zero. Averages stand still in bfloat16.
     for dtype, size in ((torch.float16, 1e-4), (torch.float16, 300.0), (torch.bfloat16, 1.0)):
         rule, params = case.rule(), {key: p.detach() for key, p in case.params(dtype).items()}
         state, wide_state = rule.init(params), rule.init({key: p.float() for key, p in params.items()})

@@ -1,4 +1,4 @@
-"""Forms of hyper-parameters: their values and derivatives, and what is refused."""
+"""Forms of hyperparameters: values, derivatives and errors."""
 
 from __future__ import annotations
 

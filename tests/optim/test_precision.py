@@ -104,7 +104,7 @@ def test_shampoo_is_the_polar_factor(g, dtype):
 @matrices
 @dtypes
 def test_soap_steps_within_the_space_of_the_gradient(g, dtype):
-    """The first step is U V^T. The error of a component of zero is a tenth of what is added to its square at most."""
+    """The first step is U V^T. A component of zero has an error of at most a tenth of the divisor's bound."""
     u, s, vt = torch.linalg.svd(g, full_matrices=True)
     step, _ = step_and_derivative(rules.soap(1.0, weight_decay=0.0), g, dtype)
     inner = -u.T @ step @ vt.T

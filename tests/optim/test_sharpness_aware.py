@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization: its gradients at both orders, and what it refuses."""
+"""Sharpness-aware minimization: gradients at both orders, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def params():
 
 
 def by_hand(params, rho):
-    """Return the loss and its gradient in the neighbour uphill, in plain torch."""
+    """Return the loss and its gradient in the neighbor uphill, in plain torch."""
     gradient = torch.autograd.grad(loss_fn(params), list(params.values()))
     norm = sum(part.square().sum() for part in gradient).sqrt()
     moved = [
@@ -34,7 +34,7 @@ def by_hand(params, rho):
     return loss, torch.autograd.grad(loss, moved)
 
 
-def test_order_one_is_the_gradient_of_the_neighbour(params):
+def test_order_one_is_the_gradient_of_the_neighbor(params):
     loss, gradient = by_hand(params, 0.1)
     found = sharpness_aware(loss_fn, params, rho=0.1)
     torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)

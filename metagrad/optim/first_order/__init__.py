@@ -1,1 +1,1 @@
-"""Functional optimizers that use gradients alone."""
+"""Functional optimizers that use only gradients."""

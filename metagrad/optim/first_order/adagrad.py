@@ -29,14 +29,14 @@ class AdagradState(NamedTuple):
 
 @functional_optimizer
 class AdagradRule(PerParameter):
-    r"""The functional form of Adagrad; equal to ``torch.optim.Adagrad`` step for step.
+    r"""The functional form of Adagrad. It takes the steps of ``torch.optim.Adagrad``.
 
     .. math::
         s_t = s_{t-1} + g_t^2, \qquad
         w_t = w_{t-1} - \frac{\eta}{1 + (t - 1) \gamma} \, \frac{g_t}{\sqrt{s_t} + \epsilon}
 
-    The rule can be differentiated where all gradients so far are exactly zero: the derivative of the root is
-    taken as 0 there.
+    The rule is differentiable if all gradients so far are exactly zero. The derivative of the root is then taken
+    as 0.
 
     Example:
         >>> rule = metagrad.optim.rules.adagrad(lr=0.5, eps=0.0)
@@ -50,19 +50,17 @@ class AdagradRule(PerParameter):
         JMLR 12, 2011, section 1.3.
     """
 
-    lr: Hyperparameter = hyperparameter(default=1e-2, doc=r"The step size :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=1e-2, doc=r"The learning rate :math:`\eta`.")
     _: KW_ONLY
-    lr_decay: Hyperparameter = hyperparameter(
-        default=0.0, doc=r"How fast it shrinks from step to step, :math:`\gamma`."
-    )
-    eps: Hyperparameter = hyperparameter(default=1e-10, doc="What is added to the root.")
+    lr_decay: Hyperparameter = hyperparameter(default=0.0, doc=r"Decay of the learning rate, :math:`\gamma`.")
+    eps: Hyperparameter = hyperparameter(default=1e-10, doc="Added to the root.")
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0, doc="The factor of the parameters that is added to their gradients."
     )
     initial_accumulator_value: float | Tensor = option(
         default=0.0, doc="The sum :math:`s_0` before the first step, a number or a 0-d tensor."
     )
-    maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
+    maximize: bool = option(default=False, doc="Climb: use the gradient with the other sign.")
 
     call, State = "adagrad(...)", AdagradState
     decays_linearly = False
@@ -72,11 +70,11 @@ class AdagradRule(PerParameter):
         super().__post_init__()
         check_hyperparameter(self.call, "initial_accumulator_value", self.initial_accumulator_value)
 
-    def slots(self, param: Tensor) -> tuple[Tensor]:
+    def init_slots(self, param: Tensor) -> tuple[Tensor]:
         """Return the sum before the first step."""
         return ((torch.zeros_like(param) + self.initial_accumulator_value).to(param.dtype),)
 
-    def move(
+    def update_param(
         self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, total: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return a parameter and its sum after one step."""

@@ -22,7 +22,7 @@ class AdamState(NamedTuple):
         step: Steps taken.
         mean: Averages of the gradients, in the shapes of the parameters.
         square: Averages of their squares.
-        peak: The largest of these so far; None unless amsgrad.
+        peak: Largest averages of squares so far. None unless ``amsgrad``.
     """
 
     step: int
@@ -33,14 +33,14 @@ class AdamState(NamedTuple):
 
 @functional_optimizer
 class AdamRule(PerParameter):
-    r"""The functional form of Adam; equal to ``torch.optim.Adam`` step for step.
+    r"""The functional form of Adam. It takes the steps of ``torch.optim.Adam``.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
         w_t &= w_{t-1} - \eta \, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    The rule can be differentiated where a gradient is exactly zero: the derivative of the root is taken as 0
-    there. Where it is merely tiny, the step is the sign of the gradient, and its derivative is as large as
+    The rule is differentiable at a gradient of exactly zero, where the derivative of the root is taken as 0. If a
+    gradient is merely tiny, the step is its sign, and the derivative of the step is as large as
     :math:`\eta / \epsilon`.
 
     Example:
@@ -57,7 +57,7 @@ class AdamRule(PerParameter):
         the convergence of Adam and beyond", ICLR 2018, algorithm 2, whose bias is corrected here as in torch.
     """
 
-    lr: Hyperparameter = hyperparameter(default=1e-3, doc=r"The step size :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=1e-3, doc=r"The learning rate :math:`\eta`.")
     _: KW_ONLY
     betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(
         default=(0.9, 0.999),
@@ -65,19 +65,21 @@ class AdamRule(PerParameter):
         below=1.0,
     )
     eps: Hyperparameter = hyperparameter(
-        default=1e-8, doc="What is added to the root; it bounds the step where gradients vanish."
+        default=1e-8, doc="Added to the root. It bounds the step where gradients vanish."
     )
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0,
-        doc=r"The factor :math:`\lambda` of the parameters that is added to their gradients; if ``decoupled``, "
+        doc=r"The factor :math:`\lambda` of the parameters that is added to their gradients. If ``decoupled``, "
         r"of the step :math:`\eta \lambda w` that shrinks them beside Adam's.",
     )
-    decoupled: bool = option(default=False, doc="Decay the weights apart from the gradients, as AdamW does.")
+    decoupled: bool = option(
+        default=False, doc="Decay the weights separately from the gradients, as AdamW does."
+    )
     amsgrad: bool = option(
         default=False,
         doc="Divide by the root of the largest :math:`v` so far, so that step sizes never grow.",
     )
-    maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
+    maximize: bool = option(default=False, doc="Climb: use the gradient with the other sign.")
 
     call, State = "adam(...)", AdamState
 
@@ -86,12 +88,12 @@ class AdamRule(PerParameter):
         """A step with a zero gradient is linear in the parameters and the state."""
         return self.decoupled
 
-    def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
-        """Return averages of zero, and no peak unless asked."""
+    def init_slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
+        """Return averages of zero, and a peak of zero with ``amsgrad``."""
         zeros = torch.zeros_like(param)
         return zeros, zeros, zeros if self.amsgrad else None
 
-    def move(
+    def update_param(
         self,
         h: Values,
         step: float | Tensor,
@@ -122,12 +124,12 @@ adam = AdamRule
 
 @functional_optimizer
 class AdamWRule(AdamRule):
-    r"""The functional form of AdamW; equal to ``torch.optim.AdamW`` step for step.
+    r"""The functional form of AdamW. It takes the steps of ``torch.optim.AdamW``.
 
     .. math:: w_t = (1 - \eta \lambda) \, w_{t-1} - \text{the step of Adam}
 
     Example:
-        Without a gradient the weights decay alone:
+        Without a gradient only the weights decay:
 
         >>> rule = metagrad.optim.rules.adamw(lr=0.5, weight_decay=0.5)
         >>> params = {"w": torch.tensor([1.0, 2.0])}

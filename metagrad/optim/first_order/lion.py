@@ -14,8 +14,8 @@ from metagrad.optim.arithmetic import average, plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
-from metagrad.optim.torch_optim.optimizer import Group, RuleOptimizer, Work, as_number
-from metagrad.optim.torch_optim.state import Change, ParameterState
+from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad, RuleOptimizer, as_number
+from metagrad.optim.torch_optim.state import ParameterState, PendingUpdate
 
 
 class LionState(NamedTuple):
@@ -38,8 +38,8 @@ class LionRule(PerParameter):
         w_t = w_{t-1} - \eta \bigl(\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t) + \lambda w_{t-1}\bigr),
         \qquad m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t
 
-    The derivative of the sign is zero, so a meta-gradient flows through ``lr``, the decay and the parameters
-    themselves, and not through gradients or ``betas``: those have a gradient of exactly zero.
+    The derivative of the sign is zero. So a meta-gradient flows through ``lr``, the decay and the parameters. The
+    meta-gradients of gradients and ``betas`` are exactly zero.
 
     Example:
         >>> rule = metagrad.optim.rules.lion(lr=0.5, weight_decay=0.5)
@@ -54,7 +54,7 @@ class LionRule(PerParameter):
 
     lr: Hyperparameter = hyperparameter(
         default=1e-4,
-        doc=r"The step size :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than "
+        doc=r"The learning rate :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than "
         r"Adam's.",
     )
     _: KW_ONLY
@@ -70,17 +70,17 @@ class LionRule(PerParameter):
         r" larger than Adam's as ``lr`` is smaller.",
     )
     maximize: bool = option(
-        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
+        default=False, doc="Climb: use the gradient with the other sign. Weights decay as before."
     )
 
     call, State = "lion(...)", LionState
     decays_linearly = True
 
-    def slots(self, param: Tensor) -> tuple[Tensor]:
+    def init_slots(self, param: Tensor) -> tuple[Tensor]:
         """Return an average of zero."""
         return (torch.zeros_like(param),)
 
-    def move(
+    def update_param(
         self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, mean: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return a parameter and its average after one step."""
@@ -98,7 +98,7 @@ _LARGE = 1e30
 
 
 @dataclass(frozen=True)
-class LionChange(Change):
+class LionUpdate(PendingUpdate):
     """A step of Lion that is computed when it is written, one parameter at a time, with one temporary tensor.
 
     A step of finite numbers is finite, so no result has to be checked before the first one is written.
@@ -135,8 +135,8 @@ class Lion(RuleOptimizer, rule=LionRule):
               m_t & = \beta_2 m_{t-1} + (1 - \beta_2) g_t
 
     Raises:
-        ValueError: A hyper-parameter is out of its range.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         >>> from metagrad.optim import Lion
@@ -151,14 +151,14 @@ class Lion(RuleOptimizer, rule=LionRule):
         Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2.
     """
 
-    def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
+    def _observed(self, work: ParamsWithGrad) -> Iterator[tuple[str, Tensor]]:
         yield from super()._observed(work)
         yield from ((f"the value of {key!r}", p) for key, p in work.params.items())
 
-    def _changes(self, work: Work) -> Iterator[Change]:
+    def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
         lr, decay = as_number(work.group["lr"]), as_number(work.group["weight_decay"])
         self._rule(work.group)
         if lr < _LARGE and lr * decay <= 2:
-            yield LionChange(work.params, work.grads, {}, group=work.group)
+            yield LionUpdate(work.params, work.grads, {}, group=work.group)
         else:
-            yield from super()._changes(work)
+            yield from super()._updates(work)

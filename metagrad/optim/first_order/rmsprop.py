@@ -21,8 +21,8 @@ class RMSpropState(NamedTuple):
     Attributes:
         step: Steps taken.
         square: Averages of the squares of the gradients, in the shapes of the parameters.
-        mean: Averages of the gradients; None unless centered.
-        momentum: Velocities; None without momentum.
+        mean: Averages of the gradients. None unless ``centered``.
+        momentum: Velocities. None without momentum.
     """
 
     step: int
@@ -33,7 +33,7 @@ class RMSpropState(NamedTuple):
 
 @functional_optimizer
 class RMSpropRule(PerParameter):
-    r"""The functional form of RMSprop; equal to ``torch.optim.RMSprop`` step for step.
+    r"""The functional form of RMSprop. It takes the steps of ``torch.optim.RMSprop``.
 
     .. math::
         v_t &= \alpha v_{t-1} + (1 - \alpha) g_t^2, \qquad
@@ -41,8 +41,7 @@ class RMSpropRule(PerParameter):
         w_t &= w_{t-1} - \eta \, b_t
 
     with the average gradient :math:`\bar g_t = \alpha \bar g_{t-1} + (1 - \alpha) g_t` if ``centered``, else 0.
-    The rule can be differentiated where a gradient is exactly zero: the derivative of the root is taken as 0
-    there.
+    The rule is differentiable at a gradient of exactly zero, where the derivative of the root is taken as 0.
 
     Example:
         >>> rule = metagrad.optim.rules.rmsprop(lr=0.5, alpha=0.75, eps=0.0)
@@ -57,35 +56,35 @@ class RMSpropRule(PerParameter):
         ``centered``.
     """
 
-    lr: Hyperparameter = hyperparameter(default=1e-2, doc=r"The step size :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=1e-2, doc=r"The learning rate :math:`\eta`.")
     _: KW_ONLY
     alpha: Hyperparameter = hyperparameter(
         default=0.99, doc="How much of the average of squares is kept, from 0 to below 1.", below=1.0
     )
     eps: Hyperparameter = hyperparameter(
-        default=1e-8, doc="What is added to the root, which bounds the step where gradients vanish."
+        default=1e-8, doc="Added to the root. It bounds the step where gradients vanish."
     )
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0, doc="The factor of the parameters that is added to their gradients."
     )
     momentum: Hyperparameter = hyperparameter(
-        default=0.0, doc=r"The share :math:`\mu` of the last velocity that is kept; 0 keeps none."
+        default=0.0, doc=r"The share :math:`\mu` of the last velocity that is kept. 0 keeps none."
     )
     centered: bool = option(
         default=False,
         doc="Divide by the root of the variance of the gradients instead of their second moment.",
     )
-    maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
+    maximize: bool = option(default=False, doc="Climb: use the gradient with the other sign.")
 
     call, State = "rmsprop(...)", RMSpropState
     decays_linearly = False
 
-    def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
-        """Return averages and a velocity of zero, as far as there are such."""
+    def init_slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
+        """Return zeros for the averages and the velocity that the options use."""
         zeros = torch.zeros_like(param)
         return zeros, zeros if self.centered else None, zeros if is_used(self.momentum) else None
 
-    def move(
+    def update_param(
         self,
         h: Values,
         step: float | Tensor,

@@ -20,7 +20,7 @@ class SGDState(NamedTuple):
 
     Attributes:
         step: Steps taken.
-        momentum: Velocities, in the shapes of the parameters; None without momentum.
+        momentum: Velocities, in the shapes of the parameters. None without momentum.
     """
 
     step: int
@@ -29,14 +29,14 @@ class SGDState(NamedTuple):
 
 @functional_optimizer
 class SGDRule(PerParameter):
-    r"""The functional form of stochastic gradient descent; equal to ``torch.optim.SGD`` step for step.
+    r"""The functional form of stochastic gradient descent. It takes the steps of ``torch.optim.SGD``.
 
     .. math::
         d_t &= g_t + \lambda w_t, \qquad v_{t+1} = \mu v_t + (1 - \tau) d_t \\
         w_{t+1} &= w_t - \eta \, (d_t + \mu v_{t+1} \text{ if nesterov, else } v_{t+1})
 
-    Every hyper-parameter is a number or a tensor that may require grad, and takes the forms of
-    :data:`Hyperparameter`: one value, one for each step, one for each parameter by name.
+    Every hyperparameter is a number or a tensor that may require grad. It takes the forms of :data:`Hyperparameter`:
+    one value, one for each step, or one for each parameter by name.
 
     Raises:
         ValueError: ``nesterov`` without momentum, or with dampening.
@@ -54,11 +54,11 @@ class SGDRule(PerParameter):
     """
 
     lr: Hyperparameter = hyperparameter(
-        doc=r"The step size :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD."
+        doc=r"The learning rate :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD."
     )
     _: KW_ONLY
     momentum: Hyperparameter = hyperparameter(
-        default=0.0, doc=r"The share :math:`\mu` of the last velocity that is kept; 0 keeps none."
+        default=0.0, doc=r"The share :math:`\mu` of the last velocity that is kept. 0 keeps none."
     )
     dampening: Hyperparameter = hyperparameter(
         default=0.0,
@@ -68,7 +68,7 @@ class SGDRule(PerParameter):
         default=0.0, doc=r"The factor :math:`\lambda` of the parameters that is added to their gradients."
     )
     nesterov: bool = option(default=False, doc="Look ahead along the new velocity.")
-    maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
+    maximize: bool = option(default=False, doc="Climb: use the gradient with the other sign.")
 
     call, State = "sgd(...)", SGDState
     decays_linearly = True
@@ -83,11 +83,11 @@ class SGDRule(PerParameter):
                 f"sgd(..., nesterov=True): Nesterov's momentum is not dampened, got dampening={self.dampening}."
             )
 
-    def slots(self, param: Tensor) -> tuple[Tensor | None]:
-        """Return a velocity of zero, if there is one."""
+    def init_slots(self, param: Tensor) -> tuple[Tensor | None]:
+        """Return a velocity of zero, or None without momentum."""
         return (torch.zeros_like(param) if is_used(self.momentum) else None,)
 
-    def move(
+    def update_param(
         self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, velocity: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return a parameter and its velocity after one step."""

@@ -1,1 +1,1 @@
-"""Functional optimizers that keep a matrix for each axis of a parameter."""
+"""Optimizers that store a matrix for each axis of a parameter."""

@@ -1,4 +1,4 @@
-"""Roots and eigenvectors of symmetric matrices, which can be differentiated where eigenvalues are equal."""
+"""Roots and eigenvectors of symmetric matrices, with derivatives also at equal eigenvalues."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def eigenvectors(matrix: Tensor) -> Tensor:
 
     .. math:: dV = V \bigl(F \odot (V^\top dA \, V)\bigr), \qquad F_{ij} = \frac{1}{\lambda_j - \lambda_i}
 
-    Vectors of eigenvalues that are equal, up to rounding, are a choice among many and no function of the matrix:
-    they are taken not to turn into one another, :math:`F_{ij} = 0`, so that no derivative is infinite.
+    If eigenvalues are equal up to rounding, their vectors are not a function of the matrix. Such vectors are taken
+    not to rotate into one another, :math:`F_{ij} = 0`, so no derivative is infinite.
 
     Args:
         matrix: Symmetric, ``[..., n, n]``, in float32 or float64.
@@ -165,7 +165,7 @@ def _second_derivative_of_power(x: Tensor, u: Tensor, w: Tensor, p: int) -> Tens
 
 
 class _Eigenvectors(Function):
-    """Gives eigenvectors and eigenvalues that are known, with derivatives; those of the first contain both."""
+    """Given eigenvectors and eigenvalues, with derivatives. The derivative of the vectors uses both."""
 
     generate_vmap_rule = True
 
@@ -191,7 +191,7 @@ def _inverse_gaps(values: Tensor) -> Tensor:
 
 
 def _rounding(values: Tensor) -> Tensor:
-    """Return the error of eigenvalues ``[..., n]``, as ``[..., 1]``."""
+    """Return the rounding error of eigenvalues ``[..., n]``, as ``[..., 1]``."""
     return values.shape[-1] * torch.finfo(values.dtype).eps * values.detach().abs().amax(-1, keepdim=True)
 
 

@@ -33,23 +33,23 @@ class MuonState(NamedTuple):
 
 @functional_optimizer
 class MuonRule(AxisMatrices):
-    r"""The functional form of Muon; with ``ns_dtype=torch.bfloat16`` equal to ``torch.optim.Muon`` step for step.
+    r"""The functional form of Muon. With ``ns_dtype=torch.bfloat16`` it takes the steps of ``torch.optim.Muon``.
 
     .. math::
         m_t &= \mu m_{t-1} + (1 - \mu) g_t, \qquad d_t = \mu m_t + (1 - \mu) g_t \text{ if nesterov, else } m_t \\
         w_t &= (1 - \eta \lambda) \, w_{t-1} - \eta \kappa \, \mathrm{NS}(d_t)
 
-    where :math:`\mathrm{NS}` brings all singular values of a matrix near 1, between about 0.7 and 1.2, by iterating
-    a polynomial; and :math:`\kappa` depends on the shape. It takes matrices alone: :func:`mask` gives biases,
-    embeddings and the last layer another rule. With tasks stacked every task has matrices of its own.
+    :math:`\mathrm{NS}` iterates a polynomial that brings all singular values of a matrix between about 0.7 and 1.2.
+    :math:`\kappa` depends on the shape. The rule takes only matrices. :func:`mask` gives biases, embeddings and the
+    last layer another rule. If tasks are stacked, every task has its own matrices.
 
-    A gradient of exactly zero gives a step of zero, and can be differentiated through. In bfloat16, where torch's
-    optimizer iterates, a step has 3 digits and its derivatives may have none: a step that is differentiated takes
-    the dtype of the parameters, or is refused.
+    A gradient of exactly zero gives a step of zero, and is differentiable. torch's optimizer iterates in bfloat16,
+    where a step has 3 digits and its derivatives may have none. So a step that is differentiated must iterate in the
+    dtype of the parameters.
 
     Raises:
         ValueError: ``adjust_lr_fn`` is unknown, ``ns_steps`` is negative, or the coefficients are not three
-            numbers; in ``init``, a parameter is no matrix.
+            numbers. ``init`` raises it for a parameter that is no matrix.
 
     Example:
         Two iterations by Newton's polynomial of third order, (3 s - s**3) / 2, on the singular values 0.8 and 0.6:
@@ -68,7 +68,7 @@ class MuonRule(AxisMatrices):
         arXiv:2502.16982, equation 4 (``"match_rms_adamw"``).
     """
 
-    lr: Hyperparameter = hyperparameter(default=1e-3, doc=r"The step size :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=1e-3, doc=r"The learning rate :math:`\eta`.")
     _: KW_ONLY
     weight_decay: Hyperparameter = hyperparameter(
         default=0.1,
@@ -83,7 +83,7 @@ class MuonRule(AxisMatrices):
         doc=r"Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.",
     )
     eps: Hyperparameter = hyperparameter(
-        default=1e-7, doc="The least norm that a matrix is divided by before the iterations."
+        default=1e-7, doc="Smallest norm by which a matrix is divided before the iterations."
     )
     ns_steps: int = option(default=5, doc="How many iterations.")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = option(
@@ -93,11 +93,11 @@ class MuonRule(AxisMatrices):
     )
     ns_dtype: torch.dtype | None = option(
         default=None,
-        doc="The dtype of the iterations; None takes the parameter's, of half precision float32. A narrower one is "
+        doc="Dtype of iterations. None is the parameter's dtype, or float32 for half precision. A narrower one is "
         "for steps that are not differentiated.",
     )
     maximize: bool = option(
-        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
+        default=False, doc="Climb: use the gradient with the other sign. Weights decay as before."
     )
     batch_ndim: int = 0
 
@@ -111,7 +111,7 @@ class MuonRule(AxisMatrices):
             refuse("muon(..., ns_coefficients)", "three numbers", self.ns_coefficients)
 
     def check(self, key: str, param: Tensor) -> None:
-        """Refuse what is not a matrix."""
+        """Raise an error unless a parameter is a matrix."""
         super().check(key, param)
         shape = tuple(param.shape[self.batch_ndim :])
         if len(shape) != 2:
@@ -120,11 +120,11 @@ class MuonRule(AxisMatrices):
                 "optimizer, or a rule of their own: mask(muon(...), ['*.weight'], other=adamw(...))."
             )
 
-    def slots(self, param: Tensor) -> tuple[Tensor]:
+    def init_slots(self, param: Tensor) -> tuple[Tensor]:
         """Return an average of zero."""
         return (torch.zeros_like(param),)
 
-    def move(
+    def update_param(
         self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, velocity: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return a parameter and its momentum after one step."""
@@ -179,12 +179,12 @@ class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):
 
     .. math:: w_t = (1 - \eta \lambda) w_{t-1} - \eta \, c \, \mathrm{NS}(m_t)
 
-    It is for the weights of hidden layers: every parameter must be a
-    matrix, and embeddings, biases and output layers go to another optimizer.
+    Muon is for the weights of hidden layers. Every parameter must be a matrix. Embeddings, biases and output layers
+    need another optimizer.
 
     Raises:
-        ValueError: A parameter is no matrix, or a hyper-parameter is out of its range.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A parameter is no matrix, or a hyperparameter is out of its range.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         >>> from metagrad.optim import Muon

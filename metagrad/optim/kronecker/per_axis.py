@@ -1,4 +1,4 @@
-"""Rules that keep matrices for the axes of a parameter: what they share."""
+"""The base class of rules that store matrices for the axes of a parameter, and products along axes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AxisMatrices(PerParameter):
     batch_ndim: int
 
     def refuse_elements(self, **values: float | Tensor) -> None:
-        """Refuse values that differ within a parameter, where they belong to its matrices."""
+        """Raise an error for values with elements, since they belong to the matrices of a whole parameter."""
         for name, value in values.items():
             if isinstance(value, Tensor) and value.ndim:
                 raise ValueError(
@@ -56,7 +56,7 @@ def axis_gram(value: Tensor, axis: int, batch_ndim: int = 0) -> Tensor:
 
     Args:
         value: ``[*tasks, n_1, ..., n_k]``.
-        axis: From 0; tasks are not counted.
+        axis: From 0, without the axes of tasks.
         batch_ndim: How many axes count tasks.
 
     Returns:
@@ -73,11 +73,11 @@ def axis_product(value: Tensor, matrix: Tensor, axis: int, batch_ndim: int = 0) 
     Args:
         value: ``[*tasks, n_1, ..., n_k]``.
         matrix: ``[*tasks, n_axis, n_axis]``.
-        axis: From 0; tasks are not counted.
+        axis: From 0, without the axes of tasks.
         batch_ndim: How many axes count tasks.
 
     Returns:
-        Of the shape of ``value``.
+        A tensor in the shape of ``value``.
     """
     last = value.movedim(batch_ndim + axis, -1)
     product = last.reshape(*last.shape[:batch_ndim], -1, last.shape[-1]) @ matrix
@@ -92,19 +92,19 @@ def products_along(value: Tensor, matrices: Iterable[tuple[int, Tensor]], batch_
 
 
 def chosen(condition: bool | Tensor, compute: Callable[[], T], old: T) -> T:
-    """Choose what is computed, or what there was; both where the number of the step is a tensor."""
+    """Return a new value if a condition holds, else the old one. If the condition is a tensor, both are computed."""
     if isinstance(condition, Tensor):
         return pytree.tree_map(partial(torch.where, condition), compute(), old)
     return compute() if condition else old
 
 
 def blocks_of(sizes: Sequence[int], block_size: int) -> Iterator[tuple[slice, ...]]:
-    """Cut axes into parts of at most ``block_size``, as equal as they can be, and yield all blocks."""
+    """Divide axes into nearly equal parts of at most ``block_size``, and yield all blocks."""
     return itertools.product(*[_parts(size, block_size) for size in sizes])
 
 
 def block_at(value: Tensor, block: tuple[slice, ...]) -> Tensor:
-    """Return a block; axes of tasks stand before those of the block."""
+    """Return a block. The axes of tasks stand before the axes of the block."""
     return value[(..., *block)]
 
 

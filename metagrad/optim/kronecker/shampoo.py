@@ -36,9 +36,9 @@ class ShampooState(NamedTuple):
     Attributes:
         step: Steps taken.
         velocity: Sums of the steps, in the shapes of the parameters.
-        square: Averages of the squares of the gradients, for the length of a step; None unless ``graft``.
+        square: Averages of the squares of the gradients, for the length of a step. None unless ``graft``.
         statistics: Sums or averages of the products of gradients along each axis.
-        roots: Their inverse roots, as of the last time.
+        roots: Inverse roots of the statistics, as of their last computation.
     """
 
     step: int
@@ -59,9 +59,12 @@ class ShampooRule(AxisMatrices):
         V_t &= \mu V_{t-1} + (L_t + \epsilon I)^{-1/p} \, G_t \, (R_t + \epsilon I)^{-1/p} \\
         W_t &= (1 - \eta \lambda) W_{t-1} - \eta V_t
 
-    A tensor of k axes has k matrices, and :math:`p = 2 k`; a vector one, a convolution kernel four or so; a scalar is
-    a vector of one element, moved as by Adagrad. The rule can be differentiated at every order, also where
-    eigenvalues of the statistics are equal.
+    A tensor of k axes has k matrices, and :math:`p = 2 k`. A vector has one matrix, a kernel of a 2-d convolution
+    four. A scalar is a vector of one element, which gives Adagrad's step. The rule is differentiable at every order,
+    also at equal eigenvalues of the statistics.
+
+    Rounding bounds how small an eigenvalue of the statistics can be: n times the machine precision times the largest
+    one. If this is above ``eps``, it takes the place of ``eps``.
 
     Raises:
         ValueError: ``decay`` is above 1, or ``block_size`` or ``root_every`` is no whole number of at least 1.
@@ -83,19 +86,19 @@ class ShampooRule(AxisMatrices):
         for averages, blocks, roots at intervals and grafting (after Agarwal et al., arXiv:2002.11803).
     """
 
-    lr: Hyperparameter = hyperparameter(default=0.1, doc=r"The step size :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=0.1, doc=r"The learning rate :math:`\eta`.")
     _: KW_ONLY
     momentum: Hyperparameter = hyperparameter(
         default=0.9, doc=r"How much of the last steps is kept, :math:`\mu`."
     )
     decay: Hyperparameter = hyperparameter(
         default=1.0,
-        doc=r"How much of the statistics is kept: 1, the number, sums them as the paper does; below 1 they are "
+        doc=r"How much of the statistics is kept. The number 1 sums them as in the paper. Below 1 they are "
         r"averages :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.",
     )
     eps: Hyperparameter = hyperparameter(
         default=1e-6,
-        doc=r"What is added to the eigenvalues of the statistics; in the paper :math:`L_0 = \epsilon I`. It "
+        doc=r"Added to the eigenvalues of the statistics. In the paper :math:`L_0 = \epsilon I`. It "
         r"should be above 0, for statistics of few gradients are singular.",
     )
     weight_decay: Hyperparameter = hyperparameter(
@@ -104,26 +107,26 @@ class ShampooRule(AxisMatrices):
     )
     graft: bool = option(
         default=False,
-        doc="Give each parameter's step the length that it has with Adam without momentum; then ``lr`` is Adam's.",
+        doc="Give each parameter's step the length of Adam's step without momentum. Then use Adam's ``lr``.",
     )
     graft_decay: Hyperparameter = hyperparameter(
         default=0.999, doc="How much of the average of squares is kept, if ``graft``.", below=1.0
     )
     graft_eps: Hyperparameter = hyperparameter(
-        default=1e-8, doc="What is added to the root of the squares, if ``graft``."
+        default=1e-8, doc="Added to the root of the squares, if ``graft``."
     )
     block_size: int = option(
         default=1024,
-        doc="Longer axes are cut into parts of at most this length, and each block of the parameter has matrices of "
-        "its own.",
+        doc="Longer axes are divided into parts of at most this length. Each block of the parameter has its own "
+        "matrices.",
     )
     root_every: int = option(
         default=1,
-        doc="Steps from one computation of the roots to the next; they are computed at each of the first so "
-        "many steps as well, when statistics change fast.",
+        doc="Steps from one computation of the roots to the next. They are also computed at each of the first so "
+        "many steps, when statistics change fast.",
     )
     maximize: bool = option(
-        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
+        default=False, doc="Climb: use the gradient with the other sign. Weights decay as before."
     )
     batch_ndim: int = 0
 
@@ -136,7 +139,7 @@ class ShampooRule(AxisMatrices):
         for name in ("block_size", "root_every"):
             check_count(f"shampoo(..., {name})", getattr(self, name))
 
-    def slots(self, param: Tensor) -> tuple[Tensor | Matrices | None, ...]:
+    def init_slots(self, param: Tensor) -> tuple[Tensor | Matrices | None, ...]:
         """Return a momentum and statistics of zero, and the roots of the identity."""
         zeros = torch.zeros_like(param)
         blocks = [
@@ -150,7 +153,7 @@ class ShampooRule(AxisMatrices):
             tuple(self.identities(param, sizes) for sizes in blocks),
         )
 
-    def move(
+    def update_param(
         self,
         h: Values,
         step: float | Tensor,
@@ -165,8 +168,8 @@ class ShampooRule(AxisMatrices):
         self.refuse_elements(decay=h.decay, eps=h.eps)
         pairs = zip(statistics, self._blocks(g), strict=True)
         statistics = tuple(self._gathered(*pair, h.decay) for pair in pairs)
-        # Statistics of few gradients have no full rank, and old roots would blow up what is outside of it: so long
-        # as there are fewer than the steps between two times, roots are new at every step.
+        # Statistics of few gradients have no full rank, and old roots would amplify gradients outside of their
+        # range. So during the first ``root_every`` steps, the roots are computed at every step.
         is_due = (step % self.root_every == 0) | (step < self.root_every)
         roots = chosen(is_due, lambda: self._roots(h, step, statistics), roots)
         direction = self._preconditioned(g, roots)
@@ -211,10 +214,10 @@ class ShampooRule(AxisMatrices):
         return joined_blocks(blocks, axes, self.block_size).reshape(value.shape).to(value.dtype)
 
     def _unlike_zero(self, g: Tensor) -> Tensor:
-        """Replace a gradient of zero by ones, where it matters.
+        """Replace a gradient of zero by ones, if the step is differentiated.
 
-        Both lengths are zero there. Before the first gradient both rules only scale their input, so that any other
-        one has the ratio which makes the derivative of the step continuous.
+        Both lengths are zero at a gradient of zero. Before the first gradient, both rules only scale their input. So
+        any other input has the ratio that makes the derivative of the step continuous.
         """
         if not torch.is_grad_enabled():
             return g
@@ -222,7 +225,7 @@ class ShampooRule(AxisMatrices):
         return torch.where((g == 0).all(own, keepdim=True) if own else g == 0, 1, g)
 
     def _ratio(self, wanted: Tensor, own: Tensor) -> Tensor:
-        """Divide the lengths of what each task has of a parameter; by a length of 0, as 0."""
+        """Divide the norms of a parameter's values for each task. The ratio to a norm of 0 is 0."""
         batch = own.shape[: self.batch_ndim]
         numerator, divisor = (matrix_norm(value.reshape((*batch, 1, -1))) for value in (wanted, own))
         ratio = torch.where(divisor == 0, 0, numerator / torch.where(divisor == 0, 1, divisor))
@@ -249,8 +252,8 @@ class Shampoo(RuleOptimizer, rule=ShampooRule):
     Sparse gradients raise an error.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         The first step is along the gradient with all singular values 1:

@@ -31,7 +31,7 @@ class SOAPState(NamedTuple):
         mean: Averages of the gradients, in the shapes and the coordinates of the parameters.
         square: Averages of the squares of the gradients, in the coordinates of the bases.
         statistics: For each axis with a basis, the average of the products of gradients along it.
-        bases: Their eigenvectors, to one step of QR.
+        bases: Eigenvectors of the statistics, approximated by one step of QR at a time.
     """
 
     step: int
@@ -55,7 +55,7 @@ class SOAPRule(AxisMatrices):
 
     and every ``basis_every`` steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`. Before
     that, its columns, and :math:`V` with them, are put into the order of :math:`q^\top L_t q`. The first bases are
-    eigenvectors for the gradient of the first step; the paper's program takes no step there, this rule does.
+    eigenvectors for the gradient of the first step. The paper's program takes no first step, this rule does.
     :math:`M` is kept in the parameter's own coordinates, so that a new basis leaves it as it is.
 
     The bases are inexact by rounding and by ``shift``. An estimate of the error that this makes in a component of the
@@ -84,7 +84,7 @@ class SOAPRule(AxisMatrices):
 
     lr: Hyperparameter = hyperparameter(
         default=1e-2,
-        doc=r"The step size :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and"
+        doc=r"The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and"
         r" more.",
     )
     _: KW_ONLY
@@ -93,23 +93,23 @@ class SOAPRule(AxisMatrices):
         doc="How much of the average of gradients, and of those of squares and of statistics, is kept.",
         below=1.0,
     )
-    eps: Hyperparameter = hyperparameter(default=1e-8, doc="What is added to the root.")
+    eps: Hyperparameter = hyperparameter(default=1e-8, doc="Added to the root.")
     weight_decay: Hyperparameter = hyperparameter(
         default=0.01,
         doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.",
     )
     shift: Hyperparameter = hyperparameter(
         default=1e-6,
-        doc="The share of their mean eigenvalue that is added to statistics where bases are computed, which "
-        "makes them a smooth function also where statistics have no full rank; 0 is the paper's. "
-        "Derivatives there are as exact as the machine's precision divided by it: in float32 it should be "
-        "1e-3 if they matter.",
+        doc="The share of their mean eigenvalue that is added to statistics for the computation of bases. This "
+        "makes bases a smooth function, also if statistics have no full rank. 0 is the paper's. "
+        "The relative error of derivatives is about the machine precision divided by it. Use 1e-3 if "
+        "derivatives matter in float32.",
     )
     basis_every: int = option(default=10, doc="Steps from one iteration of the bases to the next.")
     max_size: int = option(default=10000, doc="Longer axes have no basis.")
     precondition_1d: bool = option(default=False, doc="Give vectors a basis too.")
     maximize: bool = option(
-        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
+        default=False, doc="Climb: use the gradient with the other sign. Weights decay as before."
     )
     batch_ndim: int = 0
 
@@ -120,14 +120,14 @@ class SOAPRule(AxisMatrices):
         for name in ("basis_every", "max_size"):
             check_count(f"soap(..., {name})", getattr(self, name))
 
-    def slots(self, param: Tensor) -> tuple[Tensor | Matrices, ...]:
+    def init_slots(self, param: Tensor) -> tuple[Tensor | Matrices, ...]:
         """Return averages of zero, and the parameter's own coordinates as bases."""
         axes = self.axes_of(param)
         sizes = [axes[axis] for axis in self._turned(axes)]
         zeros = torch.zeros_like(param)
         return zeros, zeros, self.identities(param, sizes, 0.0), self.identities(param, sizes)
 
-    def move(
+    def update_param(
         self,
         h: Values,
         step: float | Tensor,
@@ -190,7 +190,7 @@ class SOAPRule(AxisMatrices):
     def _turned_on(
         self, second: Tensor, axes: list[int], statistics: Matrices, bases: Matrices, shift: float | Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the second moment in the order of the new bases, and these, by a step of the power iteration."""
+        """Return the second moment in the order of new bases, and the bases, by a step of the power iteration."""
         new: list[Tensor] = []
         for axis, matrix, basis in zip(axes, statistics, bases, strict=True):
             order = by_curvature(matrix, basis)
@@ -209,10 +209,10 @@ soap = SOAPRule
 
 
 def first_basis(matrix: Tensor, shift: float | Tensor) -> Tensor:
-    r"""Compute the eigenvectors of ``A + s diag(0, 1/n, 2/n, ...)``; s is the share ``shift`` of the mean eigenvalue.
+    r"""Compute the eigenvectors of ``A + s diag(0, 1/n, 2/n, ...)``, with ``s`` the mean eigenvalue times ``shift``.
 
-    Where A has no full rank its null space has many bases, and which of them a decomposition gives changes at random
-    with A; the second term, however small, chooses one that changes as smoothly as A.
+    If A has no full rank, its null space has many bases, and a decomposition returns an arbitrary one. The second
+    term, however small, selects a basis that depends smoothly on A.
     """
     n = matrix.shape[-1]
     ramp = torch.arange(n, dtype=matrix.dtype, device=matrix.device) / n
@@ -228,8 +228,8 @@ def by_curvature(matrix: Tensor, basis: Tensor) -> Tensor:
 def iterated(matrix: Tensor, basis: Tensor, shift: float | Tensor) -> Tensor:
     r"""Take a step of the power iteration, ``qr((A + s I) Q)``, with s the share ``shift`` of the mean eigenvalue.
 
-    The eigenvectors of the sum are those of A; and its columns are independent, also where A has no full rank and
-    the derivative of a QR decomposition would be infinite.
+    The sum has the same eigenvectors as A. Its columns are independent even if A has no full rank, in which case the
+    derivative of ``qr(A Q)`` would be infinite.
     """
     mean = _mean_eigenvalue(matrix)
     shifted = matrix @ basis + shift * mean * basis
@@ -245,11 +245,11 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
 
     .. math:: W_t = (1 - \eta \lambda) W_{t-1} - \eta \, Q_L \, \mathrm{Adam}(Q_L^\top G Q_R) \, Q_R^\top
 
-    Sparse gradients are refused.
+    Sparse gradients raise an error.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         >>> from metagrad.optim import SOAP

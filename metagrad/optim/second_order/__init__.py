@@ -1,1 +1,1 @@
-"""Optimizers that use curvature; each is a ``torch.optim.Optimizer`` in one file."""
+"""Optimizers that use curvature. Each is a ``torch.optim.Optimizer`` in one file."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from metagrad.optim.second_order.curvature_optimizer import WeightedLoss, options_of
-from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer, hessian_diagonal, signs_like
+from metagrad.optim.second_order.curvature_optimizer import LossGraph, options_of
+from metagrad.optim.second_order.diagonal_optimizer import (
+    DiagonalOptimizer,
+    Generators,
+    hessian_diagonal,
+    signs_like,
+)
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
 
 
@@ -24,29 +29,30 @@ class AdaHessian(DiagonalOptimizer):
 
     where :math:`\bar D` is :math:`D`, averaged over the positions of each convolution kernel. A closure of the usual
     form works, or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``. For what does
-    not work, see :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Gradients that are
-    sparse raise an error. A step costs two to three gradients.
+    not work, see :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Sparse gradients raise
+    an error. A step costs two to four gradients.
 
     Args:
-        params: Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.
-        lr: The step size :math:`\eta`. A step has the length of Newton's times ``lr``, so it is larger than for Adam.
+        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        lr: The learning rate :math:`\eta`. A step has the length of Newton's times ``lr``, so it is larger than for
+            Adam.
         betas: How much of the averages of gradients and of squared diagonals is kept, each from 0 to below 1.
-        eps: What is added to the diagonal; it bounds the step where there is no curvature.
+        eps: Added to the diagonal. It bounds the step where there is no curvature.
         weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
         hessian_power: The power :math:`k` of the diagonal: 1 is Newton's step, 0 is momentum without curvature.
-        samples: Probes for each step, :math:`S`; each costs a product with the Hessian.
-        spatial_average: Average the diagonal over the dimensions behind the first two of a parameter, which are the
-            positions in the kernel of a convolution. The paper's own program averages absolute values there, this
-            optimizer the values, as the paper says.
-        maximize: Climb: take the gradient with the other sign; weights decay all the same.
-        nonfinite: If the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they are,
-            and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
-        seed: Seed of the random numbers. A step's follow from it and the number of the step. None takes
+        samples: Probes for each step, :math:`S`. Each costs a Hessian-vector product.
+        spatial_average: Average the diagonal over the dimensions after the first two, which are the positions in the
+            kernel of a convolution. As in the paper, values are averaged. The paper's program averages absolute
+            values.
+        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite. ``"raise"`` raises an
+            error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
+        seed: Seed of the random numbers, which also depend on the number of the step. None takes
             ``torch.initial_seed()``.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         With a diagonal Hessian the first step is Newton's, to the minimum:
@@ -85,19 +91,13 @@ class AdaHessian(DiagonalOptimizer):
         self._initialize(params, options_of(locals()))
 
     def _diagonal(
-        self,
-        group: Group,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        losses: Sequence[WeightedLoss],
-        generator: Callable[[torch.device], torch.Generator],
-        *,
-        retain_graph: bool,
+        self, samples: int, params: Sequence[Tensor], graph: LossGraph, generator: Generators
     ) -> list[Tensor]:
         def draw(like: Tensor) -> Tensor:
             return signs_like(like, generator(like.device))
 
-        return hessian_diagonal(params, grads, draw, group["samples"], retain_graph=retain_graph)
+        grads = [graph.grads[p] for p in params]
+        return hessian_diagonal(params, grads, draw, samples, retain_graph=graph.retain_graph)
 
     def _moved(
         self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any

@@ -1,4 +1,4 @@
-"""What optimizers with curvature share: a backward pass that looks at the graph of a loss before it is freed."""
+"""The base class of optimizers with curvature, which read the graph of a loss before it is freed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class WeightedLoss(NamedTuple):
     weight: Tensor  # 0-d
 
 
-class NotedLoss(NamedTuple):
+class RecordedLoss(NamedTuple):
     """A loss of known form that was computed, and where in the graph."""
 
     known: OutputLoss
     edge: GradientEdge  # not the tensor, which may be written to, as by loss /= 2
 
     @classmethod
-    def of(cls, value: Tensor, known: OutputLoss | None) -> list[NotedLoss]:
+    def of(cls, value: Tensor, known: OutputLoss | None) -> list[RecordedLoss]:
         """Note a value, unless it has no graph or no known form."""
         return [] if known is None or not value.requires_grad else [cls(known, get_gradient_edge(value))]
 
@@ -57,7 +57,7 @@ class LossRecorder(Dispatch):
         super().__init__()
         self._backward = backward
         self._note_losses = note_losses
-        self.losses: list[NotedLoss] = []
+        self.losses: list[RecordedLoss] = []
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, the one that is given in place of ``Tensor.backward``."""
@@ -77,8 +77,26 @@ class LossRecorder(Dispatch):
         if input.is_leaf:
             input = input.view_as(input)  # a parameter itself would have no place of its own in the graph
         evaluated = evaluate(lambda output, _: func(output, *args, **kwargs), input, ())
-        self.losses += NotedLoss.of(*evaluated)
+        self.losses += RecordedLoss.of(*evaluated)
         return evaluated.value
+
+
+class LossGraph(NamedTuple):
+    """A loss whose graph is alive.
+
+    Attributes:
+        loss: The tensor that is differentiated.
+        gradient: Gradient of the loss, as for ``Tensor.backward``.
+        grads: Gradient of each leaf, with its graph if the optimizer ``differentiates_gradients``.
+        losses: Losses of known form in the loss, if the optimizer ``notes_losses``.
+        retain_graph: True if another backward pass follows.
+    """
+
+    loss: Tensor
+    gradient: Tensor | None
+    grads: Mapping[Tensor, Tensor]
+    losses: Sequence[WeightedLoss]
+    retain_graph: bool
 
 
 def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,26 +132,29 @@ class CurvatureOptimizer(RuleOptimizer):
     """An optimizer that computes curvature while the graph of a loss is alive.
 
     A closure of the usual form works unchanged. While it runs, ``Tensor.backward`` is redirected to the optimizer.
-    The optimizer computes a gradient that keeps its graph, takes what it needs of the graph, adds the gradient to
+    The optimizer computes a gradient with a graph, computes the curvature from this graph, adds the gradient to
     ``.grad`` and frees the graph. Without a closure, use ``opt.backward(loss)``, or ``with opt.recording():`` around
     the computation of the loss and its ``backward``. The curvature of several backward passes adds up, as their
     gradients do, until a step, ``opt.zero_grad()``, or gradients that are set to None. At steps that need no
     curvature, ``backward`` is torch's own.
 
-    What does not work: ``torch.compile`` of the model; without a closure or ``recording`` fused attention kernels,
-    which cannot be differentiated twice; DistributedDataParallel, which raises an error in a closure; gradients that
-    are averaged over processes; and hooks on a parameter, which also see the products with the Hessian.
+    Not supported:
+
+    - ``torch.compile`` of the model, if the optimizer needs second derivatives.
+    - fused attention kernels without a closure or ``recording``, because they have no second derivative.
+    - DistributedDataParallel in a closure, and gradients that are averaged over processes.
+    - hooks on a parameter, because they also receive Hessian-vector products.
 
     With a ``GradScaler``, call ``opt.backward(scaler.scale(loss))`` and ``scaler.step(opt)``. Gradients and curvature
     are unscaled, and an overflow skips the step. ``scaler.unscale_(opt)``, to clip gradients before the step, hides
     the scale of the curvature: ``opt.backward(loss, scaler=scaler)`` remembers it. An optimizer that needs to know
     the form of the loss has to see it computed, within ``with opt.recording():``.
 
-    A subclass takes what it needs of a graph in ``_observe``, and drops it in ``_forget``.
+    A subclass computes its curvature in ``_observe``, and drops it in ``_forget``.
     """
 
     fractions: ClassVar[Sequence[str]] = ("betas", "decay")
-    """The hyper-parameters that must be below 1."""
+    """The hyperparameters that must be below 1."""
     counts: ClassVar[Sequence[str]] = ()
     """The options that are whole numbers of at least 1."""
     options_alone: ClassVar[Sequence[str]] = ("maximize", "nonfinite", "seed", "step")
@@ -143,9 +164,9 @@ class CurvatureOptimizer(RuleOptimizer):
     differentiates_twice = True
     """Whether second derivatives are taken, so that graphs in which they are wrong raise an error."""
     differentiates_gradients = True
-    """Whether these are derivatives of gradients, which then keep their graph; else of outputs."""
+    """True if gradients are differentiated, which then keep their graph. False if outputs are."""
     _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
-    _noted: Sequence[NotedLoss] = ()  # the losses computed while recording
+    _noted: Sequence[RecordedLoss] = ()  # the losses computed while recording
     grad_scale: Tensor | None  # set by GradScaler for the duration of a step
     found_inf: Tensor
 
@@ -173,13 +194,13 @@ class CurvatureOptimizer(RuleOptimizer):
         inputs: Tensor | Sequence[Tensor] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does, and take the curvature.
+        """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does, and compute the curvature.
 
         Args:
             loss: A tensor, with its graph.
             gradient: As for ``Tensor.backward``, of a loss of several elements.
             retain_graph: Keep the graph for another backward pass.
-            inputs: Whose ``.grad`` to write; by default, every leaf that the loss depends on.
+            inputs: Leaves whose ``.grad`` is written. By default, every leaf that the loss depends on.
             scaler: Scales the loss, which is given without its scale.
 
         Raises:
@@ -233,7 +254,7 @@ class CurvatureOptimizer(RuleOptimizer):
             super()._move()
 
     def _refuse_averaged(self) -> None:
-        """Raise ``ValueError`` for gradients of several processes beside the curvature of one."""
+        """Raise ``ValueError`` for gradients of several processes with the curvature of one process."""
         if any(is_average(p.grad) for group in self.param_groups for p in group["params"]):
             raise ValueError(
                 f"{type(self).__name__}.step: the gradients are means over several processes, and the curvature is "
@@ -242,7 +263,7 @@ class CurvatureOptimizer(RuleOptimizer):
             )
 
     def _unscaled(self) -> bool:
-        """Take the scale of a GradScaler off the gradients; return whether nothing has overflowed."""
+        """Unscale the gradients of a GradScaler, and return whether all are finite."""
         if float(self.found_inf) > 0:
             return False
         if self.grad_scale is not None:
@@ -253,7 +274,7 @@ class CurvatureOptimizer(RuleOptimizer):
         return True
 
     def _inverse_scale(self) -> float:
-        """Return one over the scale by which a GradScaler has multiplied the loss."""
+        """Return the inverse of the scale of a GradScaler."""
         if not hasattr(self, "found_inf"):
             return 1.0
         if self._scale is None:
@@ -271,7 +292,7 @@ class CurvatureOptimizer(RuleOptimizer):
             self._losses = []
 
     def _is_curvature_due(self) -> bool:
-        """Return whether this step takes curvature."""
+        """Return whether this step computes curvature."""
         return any(group["step"] % group.get("curvature_every", 1) == 0 for group in self.param_groups)
 
     def _backward_with_curvature(
@@ -296,30 +317,14 @@ class CurvatureOptimizer(RuleOptimizer):
         if is_finite(outputs):
             if self.notes_losses and not losses and not grads.keys().isdisjoint(self._all_params()):
                 raise ValueError(unknown_loss(type(self).__name__))
-            self._observe(loss, gradient, grads, losses, retain_graph=bool(retain_graph))
+            self._observe(LossGraph(loss, gradient, grads, losses, bool(retain_graph)))
         else:  # no labels can be drawn from NaN, and the step will not be taken
             self._losses = [*self._losses, *outputs]
         for leaf, g in grads.items():
             accumulate(leaf, g)
 
-    def _observe(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None,
-        grads: Mapping[Tensor, Tensor],
-        losses: Sequence[WeightedLoss],
-        *,
-        retain_graph: bool,
-    ) -> None:
-        """Take what a step needs of a graph, and add it to what was taken since the last step.
-
-        Args:
-            loss: What is differentiated.
-            gradient: As of ``Tensor.backward``.
-            grads: The gradient of each leaf, with its graph if ``differentiates_gradients``.
-            losses: The losses of known form that the whole contains, if ``notes_losses``.
-            retain_graph: Keep the graph for another backward pass.
-        """
+    def _observe(self, graph: LossGraph) -> None:
+        """Compute what a step needs of a graph, and add it to the results since the last step."""
         raise NotImplementedError
 
     def _forget(self) -> None:
@@ -359,7 +364,7 @@ def unknown_loss(name: str) -> str:
     )
 
 
-def _weighted(loss: Tensor, gradient: Tensor | None, parts: Sequence[NotedLoss]) -> list[WeightedLoss]:
+def _weighted(loss: Tensor, gradient: Tensor | None, parts: Sequence[RecordedLoss]) -> list[WeightedLoss]:
     """Return the losses that a loss contains, and its derivative with respect to each."""
     if not parts:
         return []

@@ -1,9 +1,9 @@
-"""What AdaHessian and Sophia share: an estimate of the diagonal of a curvature matrix in each backward pass."""
+"""The base class of AdaHessian and Sophia, which estimate the diagonal of a curvature matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,15 +12,23 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.checks import warn
 from metagrad.core.tree import widened
-from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, WeightedLoss, generators_of
-from metagrad.optim.torch_optim.optimizer import Group, Work
+from metagrad.optim.second_order.curvature_optimizer import (
+    CurvatureOptimizer,
+    LossGraph,
+    WeightedLoss,
+    generators_of,
+)
+from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
-from metagrad.optim.torch_optim.state import Change
+from metagrad.optim.torch_optim.state import PendingUpdate
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+Generators: TypeAlias = Callable[[torch.device], torch.Generator]
+"""A function of a device to the generator of its random numbers."""
 
 
 def signs_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw -1 and 1 in the shape of a tensor."""
+    """Sample -1 and 1 in the shape of a tensor."""
     bits = torch.empty(tensor.shape, dtype=torch.int8, device=tensor.device).random_(
         0, 2, generator=generator
     )
@@ -40,8 +48,8 @@ def hessian_diagonal(
     Args:
         params: The parameters.
         grads: Their gradient, with its graph.
-        draw: Draws a probe in the shape of a tensor.
-        samples: How many probes the estimate is the mean of.
+        draw: Function of a tensor that samples a probe in its shape.
+        samples: Number of probes, over which the estimate is averaged.
         retain_graph: Keep the graph.
 
     References:
@@ -61,7 +69,7 @@ def hessian_diagonal(
 def gauss_newton_diagonal(
     params: Sequence[Tensor],
     losses: Sequence[WeightedLoss],
-    generator: Callable[[torch.device], torch.Generator],
+    generator: Generators,
     samples: int,
     *,
     retain_graph: bool = True,
@@ -71,8 +79,8 @@ def gauss_newton_diagonal(
     Args:
         params: The parameters.
         losses: The losses of known form.
-        generator: Of a device, where labels come from.
-        samples: How many draws the estimate is the mean of.
+        generator: Function of a device to the generator of labels.
+        samples: Number of samples, over which the estimate is averaged.
         retain_graph: Keep the graph.
 
     References:
@@ -92,25 +100,19 @@ def gauss_newton_diagonal(
 
 
 class DiagonalOptimizer(CurvatureOptimizer):
-    """An optimizer that divides by an estimate of a diagonal, which is made in the backward pass.
+    """An optimizer that estimates the diagonal of a curvature matrix and divides by it.
 
-    So one graph of a micro-batch is alive at a time. All micro-batches of a step draw the same probes, and their
-    estimates add up to the estimate of the whole batch.
+    The estimate is computed during ``backward``. With gradient accumulation, only the graph of the current
+    micro-batch is in memory. All micro-batches of a step use the same probes, so their estimates sum to the estimate
+    of the batch.
     """
 
     counts = ("samples",)
     _estimates: dict[Tensor, Tensor] | None = None
-    """The estimates since the last step; None before a backward pass."""
+    """Estimates since the last step. None before a backward pass."""
 
     def _diagonal(
-        self,
-        group: Group,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        losses: Sequence[WeightedLoss],
-        generator: Callable[[torch.device], torch.Generator],
-        *,
-        retain_graph: bool,
+        self, samples: int, params: Sequence[Tensor], graph: LossGraph, generator: Generators
     ) -> list[Tensor]:
         """Return the estimate for each parameter."""
         raise NotImplementedError
@@ -118,7 +120,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
     def _moved(
         self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the new value and the new state of a parameter; without an estimate, diagonal is None."""
+        """Return the new value and state of a parameter. ``diagonal`` is None in steps without an estimate."""
         raise NotImplementedError
 
     def _check_group(self, index: int) -> None:
@@ -133,27 +135,16 @@ class DiagonalOptimizer(CurvatureOptimizer):
     def _is_due(self, group: Group) -> bool:
         return group["step"] % group.get("curvature_every", 1) == 0
 
-    def _observe(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None,
-        grads: Mapping[Tensor, Tensor],
-        losses: Sequence[WeightedLoss],
-        *,
-        retain_graph: bool,
-    ) -> None:
+    def _observe(self, graph: LossGraph) -> None:
         due = [p for group in self.param_groups if self._is_due(group) for p in group["params"]]
-        params, estimates = [p for p in due if p in grads], dict(self._estimates or {})
+        params, estimates = [p for p in due if p in graph.grads], dict(self._estimates or {})
         for index in range(len(self.param_groups)):
             for key, p in self._named(index).items():
-                if isinstance(as_rows(grads.get(p, p)), RowSparse):
+                if isinstance(as_rows(graph.grads.get(p, p)), RowSparse):
                     raise self._without_rows(key)
         first = self.param_groups[0]
         generator = generators_of(first["seed"], first["step"])
-        own = [grads[p] for p in params]
-        found = (
-            self._diagonal(first, params, own, losses, generator, retain_graph=retain_graph) if params else []
-        )
+        found = self._diagonal(first["samples"], params, graph, generator) if params else []
         for p, estimate in zip(params, found, strict=True):
             goes_on = p in estimates and p.grad is not None  # else its gradient was dropped
             estimates[p] = estimates[p] + estimate if goes_on else estimate
@@ -163,7 +154,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
         super()._forget()
         self._estimates = None
 
-    def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
+    def _observed(self, work: ParamsWithGrad) -> Iterator[tuple[str, Tensor]]:
         yield from super()._observed(work)
         for key, p in work.params.items():
             if self._estimates and p in self._estimates:
@@ -184,7 +175,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
                 return False
         return True
 
-    def _changes(self, work: Work) -> Iterator[Change]:
+    def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
         group, params, grads = work
         self._rule(group)
         is_due, sign = self._is_due(group), -1 if group["maximize"] else 1
@@ -197,4 +188,4 @@ class DiagonalOptimizer(CurvatureOptimizer):
                 diagonal = sign * (self._estimates or {}).get(p, torch.zeros_like(w))
             state = self.state.get(p, {})
             new, slots = self._moved(group, w, g, diagonal, state)
-            yield Change({key: p}, {key: new}, {key: {"step": state.get("step", 0) + 1, **slots}})
+            yield PendingUpdate({key: p}, {key: new}, {key: {"step": state.get("step", 0) + 1, **slots}})

@@ -1,8 +1,8 @@
 r"""Kronecker factors of a layer's Fisher matrix, and gradients multiplied with its inverse.
 
-The weights of a layer are a matrix ``[outputs, inputs]``, a bias its last column. With :math:`a` the inputs and
-:math:`g` the gradients of the outputs of an example, the gradient is :math:`g a^\top`, and the Fisher matrix is taken
-to be :math:`\mathbb{E}[a a^\top] \otimes \mathbb{E}[g g^\top]`.
+The weights of a layer are a matrix ``[outputs, inputs]``, a bias its last column. An example has the inputs :math:`a`
+and the gradients of the outputs :math:`g`. Its gradient is :math:`g a^\top`. The Fisher matrix is approximated by
+:math:`\mathbb{E}[a a^\top] \otimes \mathbb{E}[g g^\top]`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Factors(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the rows of some examples, from which factors are made. Sums of two batches add up."""
+    """Sums over the rows of some examples, which give the factors. Sums of two batches add up."""
 
     inputs: Tensor  # of a a^T, [inputs, inputs]
     outputs: Tensor  # of g g^T, [outputs, outputs]
@@ -48,12 +48,12 @@ def factors_of(sums: Sums, weight: float) -> Factors:
     .. math:: A = \frac{1}{N} \sum_{n, t} a_{n t} a_{n t}^\top, \qquad
               G = \frac{w}{T} \sum_{n, t} g_{n t} g_{n t}^\top
 
-    over N examples and T positions, of which a linear layer on vectors has one.
+    over N examples and T positions. A linear layer on vectors has one position.
 
     Args:
         sums: Over all examples of a step.
-        weight: The factor :math:`w`: N for the gradients of a mean over examples, which have a factor :math:`1 / N`
-            each, so that :math:`w \sum_n g_n g_n^\top` is an average over examples; 1 for the gradients of a sum.
+        weight: The factor :math:`w`. It is N for gradients of a mean over examples, which contain :math:`1 / N`, so
+            that :math:`w \sum_n g_n g_n^\top` is an average. It is 1 for gradients of a sum.
 
     Example:
         >>> from metagrad.optim.second_order.factors import Sums, factors_of
@@ -122,10 +122,11 @@ def scaling_of(inputs: Tensor, gradients: Tensor, basis: Factors, max_elements: 
 
 
 Block = Mapping[str, Any]
-"""What is kept of a layer: ``inputs`` and ``outputs``, running averages of as many estimates as ``updates`` says.
+"""The state of a layer: ``inputs`` and ``outputs``, running averages of factors over ``updates`` estimates.
 
-Also the ``input_inverse`` and ``output_inverse`` of the damped factors; or their eigenvectors ``input_basis`` and
-``output_basis`` with ``scaling``, the second moments of gradients in that basis.
+Without ``eigen`` also ``input_inverse`` and ``output_inverse``, the inverses of the damped factors. With ``eigen``
+their eigenvectors ``input_basis`` and ``output_basis``, and ``scaling``, the second moments of gradients in that
+basis.
 """
 
 

@@ -16,7 +16,7 @@ from metagrad.core.tree import Params, widened
 from metagrad.optim.per_parameter import check_real
 from metagrad.optim.second_order.curvature_optimizer import (
     CurvatureOptimizer,
-    WeightedLoss,
+    LossGraph,
     generators_of,
     options_of,
 )
@@ -119,56 +119,55 @@ class KFAC(CurvatureOptimizer):
     backward pass, raise an error that names them, and so do sparse gradients.
 
     With ``fisher="empirical"`` any loop works: ``loss.backward()`` and ``opt.step()``, or a closure. With
-    ``"sampled"`` the labels are drawn from what the model predicts, which is the Fisher matrix proper and costs one
-    backward pass more; the loss is then computed in the closure, or within ``with opt.recording():``, by one of
-    torch's losses, as for :class:`~metagrad.optim.SophiaG`.
+    ``"sampled"`` the labels are sampled from the prediction of the model. This is the true Fisher matrix, and costs
+    one more backward pass. The loss must then be computed in the closure, or within ``with opt.recording():``, by one
+    of torch's losses, as for :class:`~metagrad.optim.SophiaG`.
 
-    With ``fisher="empirical"``, the default, the step is near to Newton's only where the model fits its data well in
-    the sense of likelihood: the squares of the gradients stand for the curvature. On a regression by squared errors
-    they grow with the residuals, as the Hessian does not, so that steps are short where the fit is bad and long where
-    it is good. There ``"sampled"`` is the Fisher matrix, which is the Gauss-Newton matrix.
+    With ``fisher="empirical"``, the default, squares of gradients replace the curvature. The step is then close to
+    Newton's only if the likelihood of the model is high. In a regression by squared errors, the squares grow with the
+    residuals, and the Hessian does not. So steps are short if the fit is bad, and long if it is good. There
+    ``"sampled"`` gives the Gauss-Newton matrix.
 
-    At a step with an estimate, the patches of a convolution are laid out, which takes the memory of its input times
-    the size of its kernel. A step costs two products of matrices for each layer, of the sizes of its factors: little
-    where batches are large or convolutions have many positions, and as much as a gradient where a layer is wider than
-    three batches.
+    A step with an estimate materializes the patches of a convolution. This needs the memory of its input times the
+    size of its kernel. A step costs two matrix products for each layer, in the sizes of its factors. This is little
+    for large batches or convolutions with many positions. It is as much as a gradient if a layer is three times as
+    wide as the batch.
 
-    What does not work: ``torch.compile`` of the model, and gradients that are averaged over processes. Recurrent use
-    of a layer raises.
+    Not supported: ``torch.compile`` of the model, gradients that are averaged over processes, and gradients that
+    are not written by a backward pass, as by ``torch.autograd.grad``. Recurrent use of a layer raises an error.
 
     Args:
-        model: Whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the optimizer is
-            gone.
-        lr: The step size :math:`\eta`.
+        model: Model whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the
+            optimizer is deleted.
+        lr: The learning rate :math:`\eta`.
         momentum: How much of the last steps is kept, :math:`\mu`.
-        damping: What is added to the Fisher matrix, :math:`\gamma`; above 0, since the factors of few examples are
+        damping: Added to the Fisher matrix, :math:`\gamma`. It must be above 0, since the factors of few examples are
             singular.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
-        decay: How much of the running averages is kept, :math:`\beta`, below 1; of the first, ``1 - 1 / k`` if that
-            is less.
-        curvature_every: Steps from one estimate of the factors to the next; the first step makes one.
+        decay: How much of the running averages is kept, :math:`\beta`, below 1. Average ``k`` keeps ``1 - 1 / k`` if
+            that is less.
+        curvature_every: Steps from one estimate of the factors to the next. The first step makes an estimate.
         inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
-        kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over all parameters of a group, :math:`\kappa`. A
-            longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which would carry steps
-            beyond the limit. None: no limit.
+        kl_clip: Upper bound of :math:`\eta^2 D^\top \nabla` over all parameters of a group, :math:`\kappa`. A longer
+            direction is multiplied by :math:`\nu`, and the momentum as well. None: no bound.
         fisher: The labels: ``"empirical"`` takes the labels of the data, ``"sampled"`` draws them from the model, for
             losses of known form.
-        loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
+        loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``. It matters for
             ``"empirical"``.
-        eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC);
-            ``damping`` is then added to these.
+        eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC).
+            ``damping`` is then added to these moments.
         maximize: Climb: take the gradient with the other sign.
-        nonfinite: If the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorized,
-            parameters and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and
-            counted in ``opt.stats``.
-        params: Groups of the model's parameters, with hyper-parameters of their own; those left out stay. A layer
-            follows the group of its weight; a bias in another group moves along the plain gradient.
-        seed: Seed of the random numbers. A step's follow from it and the number of the step. None takes
+        nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
+            factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
+            Parameters and state do not change.
+        params: Groups of the model's parameters with their own hyperparameters. Other parameters stay. A layer
+            belongs to the group of its weight. A bias in another group moves along the plain gradient.
+        seed: Seed of the random numbers, which also depend on the number of the step. None takes
             ``torch.initial_seed()``.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range; a layer is grouped or shared.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range, or a layer is grouped or shared.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         >>> from metagrad.optim import KFAC
@@ -228,7 +227,7 @@ class KFAC(CurvatureOptimizer):
         self._set_hooks()
 
     def close(self) -> None:
-        """Remove the hooks from the model; the factors stay as they are."""
+        """Remove the hooks from the model. The factors do not change."""
         _remove(self._handles)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -267,7 +266,7 @@ class KFAC(CurvatureOptimizer):
         if group["fisher"] != self.param_groups[0]["fisher"]:
             raise ValueError("KFAC(model): fisher must be the same in all groups.")
 
-    # What the hooks see
+    # Hooks
 
     def _called(self, name: str, inputs: Tensor) -> LayerCall | None:
         """Record a layer's call, if its gradient is needed."""
@@ -337,7 +336,7 @@ class KFAC(CurvatureOptimizer):
         return next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
 
     def _lacks_factors(self, name: str) -> bool:
-        """Return whether there are none yet, or none of these inputs: the bias may have been frozen meanwhile."""
+        """Return whether a layer has no factors of its size. The bias may have been frozen in between."""
         layer = self._layers[name]
         num_inputs = layer.weight[0].numel() + (self._bias_of(layer) is not None)
         known = self.state.get(layer.weight, {}).get("inputs")
@@ -357,26 +356,18 @@ class KFAC(CurvatureOptimizer):
         trained = (name for name, w in weights.items() if w.requires_grad and self._group_of(w) is not None)
         return super()._is_curvature_due() or any(map(self._lacks_factors, trained))
 
-    def _observe(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None,
-        grads: Mapping[Tensor, Tensor],
-        losses: Sequence[WeightedLoss],
-        *,
-        retain_graph: bool,
-    ) -> None:
-        """Draw labels, and send the gradients of their losses to the outputs of the layers, where hooks see them."""
+    def _observe(self, graph: LossGraph) -> None:
+        """Sample labels, and send the gradients of their losses through the hooks of the layers."""
         first = self.param_groups[0]
         generator = generators_of(first["seed"], first["step"])
-        weights = [layer.weight for layer in self._layers.values() if layer.weight in grads]
+        weights = [layer.weight for layer in self._layers.values() if layer.weight in graph.grads]
         if not weights:
             return
         self._draws = True
         try:
-            for index, (known, weight) in enumerate(losses):
+            for index, (known, weight) in enumerate(graph.losses):
                 score = (weight.abs().sqrt() * known.score(generator(known.output.device))).detach()
-                keep = retain_graph or index + 1 < len(losses)
+                keep = graph.retain_graph or index + 1 < len(graph.losses)
                 torch.autograd.grad(known.output, weights, score, retain_graph=keep, allow_unused=True)
         finally:
             self._draws = False
@@ -384,7 +375,7 @@ class KFAC(CurvatureOptimizer):
     # Steps
 
     def _move(self) -> None:
-        """Move every parameter that has a gradient; or none, if anything is not finite."""
+        """Update every parameter that has a gradient, or none if anything is not finite."""
         self._refuse_averaged()
         if hasattr(self, "found_inf") and not self._unscaled():
             return
@@ -403,7 +394,7 @@ class KFAC(CurvatureOptimizer):
             seen += [(f"the factors of {name!r}", sums.inputs), (f"the factors of {name!r}", sums.outputs)]
         if not self._are_finite(seen):
             return
-        found = self._factorised(lambda: [self._directions(group, params) for group in self.param_groups])
+        found = self._factorized(lambda: [self._directions(group, params) for group in self.param_groups])
         if found is None:
             return
         directions = {f"the direction of {name!r}": d for own, _, _ in found for name, d in own.items()}
@@ -414,7 +405,7 @@ class KFAC(CurvatureOptimizer):
                 self._write(group, {params[name]: direction for name, direction in own.items()}, length)
 
     def _directions(self, group: Group, params: Params) -> tuple[Params, float | Tensor, dict[str, Any]]:
-        """Return the directions of a group, how much of them is taken, and the blocks of layers that are new."""
+        """Return the directions of a group, the factor that clips them, and the new states of layers."""
         own = {name: params[name] for name in map(self._names.__getitem__, group["params"]) if name in params}
         damping, decay = as_number(group["damping"]), as_number(group["decay"])
         grads: Params = {name: widened(p.grad) for name, p in own.items() if p.grad is not None}
@@ -458,7 +449,7 @@ class KFAC(CurvatureOptimizer):
         """Return the block of a layer after the estimate from the calls since the last step."""
         sums = self._sums[name]
         is_sampled, scale = group["fisher"] == "sampled", self._inverse_scale()
-        # The gradients of a mean over N examples have a factor 1 / N each; drawn ones its root.
+        # The gradients of a mean over N examples have a factor 1 / N each, and its root for sampled labels.
         weight = scale * (1 if is_sampled else scale)
         weight *= sums.num_examples if group["loss_reduction"] == "mean" and not is_sampled else 1
         if self._lacks_factors(name):

@@ -23,14 +23,14 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
     """Find the layers of a model whose weight is trained, by name.
 
     Args:
-        call: What needs them, for errors.
+        call: Call that needs the layers, for errors.
         model: The model.
 
     Raises:
         ValueError: A convolution is grouped, or the weights of a layer are another module's as well.
 
     Warns:
-        UserWarning: Other modules have parameters, which K-FAC moves along the plain gradient.
+        UserWarning: Other modules have parameters, which then move along the plain gradient.
     """
     layers = layers_among(
         call, model, lambda weight: isinstance(weight, nn.Parameter) and weight.requires_grad
@@ -49,9 +49,9 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
 
 
 def layers_among(call: str, model: nn.Module, is_trained: Callable[[Tensor], bool]) -> dict[str, Layer]:
-    """Find the layers whose weight is trained, by name; refuse those that are grouped or shared.
+    """Find the layers whose weight is trained, by name. Grouped or shared layers raise an error.
 
-    A weight may be a plain tensor, which is made of parameters, as by ``nn.utils.weight_norm``.
+    A weight may be a plain tensor that is computed from parameters, as by ``nn.utils.weight_norm``.
     """
     # A subclass may compute anything: only the layers themselves are known.
     layers: dict[str, Layer] = {
@@ -97,7 +97,7 @@ def layer_rows(layer: Layer, inputs: Tensor, gradient: Tensor, *, has_bias: bool
 def input_rows(layer: Layer, value: Tensor, *, has_bias: bool) -> Tensor:
     """Return the vectors that a layer multiplies with its weight, ``[examples, positions, inputs]``.
 
-    Of a convolution these are patches, in the order of its flat weights; a bias adds a column of ones.
+    The rows of a convolution are patches, in the order of its flat weights. A bias adds a column of ones.
     """
     if isinstance(layer, nn.Linear):
         rows = _rows(value)
@@ -153,8 +153,9 @@ def _padded(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor:
 
 
 def without_base(output: Tensor) -> Tensor:
-    """Return a tensor that is no view, such as the output of a linear layer on sequences is.
+    """Return a tensor that is no view. The output of a linear layer on sequences is a view.
 
-    What is written over a view, as by ``nn.ReLU(inplace=True)``, goes to its base, past its own place on the tape.
+    A module that writes over a view, such as ``nn.ReLU(inplace=True)``, changes the base and bypasses the view's
+    node.
     """
     return output.clone() if output._base is not None else output

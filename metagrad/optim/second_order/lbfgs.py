@@ -15,8 +15,8 @@ from metagrad.core.checks import check_choice, check_count
 from metagrad.core.tree import Params
 from metagrad.optim.second_order.curvature_optimizer import LossRecorder, options_of
 from metagrad.optim.second_order.vector import VectorOptimizer, flat, split
-from metagrad.optim.torch_optim.optimizer import ParameterGroups, Work
-from metagrad.optim.torch_optim.state import Change
+from metagrad.optim.torch_optim.optimizer import ParameterGroups, ParamsWithGrad
+from metagrad.optim.torch_optim.state import PendingUpdate
 
 
 class History:
@@ -58,7 +58,7 @@ class History:
         size, n = moves.shape
         length = size + size // 2 + 8
         # Rows are aligned wherever a window begins, so that products are the same to the last bit.
-        self._moves, self._changes = (moves.new_empty(length, -n // 16 * -16)[:, :n] for _ in range(2))
+        self._moves, self._updates = (moves.new_empty(length, -n // 16 * -16)[:, :n] for _ in range(2))
         self._products = products.new_zeros(length, length)
         self._show(slice(0, size))
         self.moves.copy_(moves)
@@ -68,12 +68,12 @@ class History:
         self._scale = self.products[-1, -1].item() / last.dot(last).item() if size else 1.0
 
     def _show(self, window: slice) -> None:
-        self.moves, self.changes = self._moves[window], self._changes[window]
+        self.moves, self.changes = self._moves[window], self._updates[window]
         self.products = self._products[window, window]
         self._end = window.stop
 
     def add(self, move: Tensor, change: Tensor, *, most: int) -> None:
-        """Add a pair, if it has the curvature that keeps the matrix positive definite; ``most`` are kept."""
+        """Add a pair if its curvature keeps the matrix positive definite. At most ``most`` pairs are stored."""
         curvature, squared = to_list(torch.stack([move.dot(change), change.dot(change)]))
         if not curvature > torch.finfo(move.dtype).eps * squared:
             return
@@ -83,7 +83,7 @@ class History:
             self._hold(self.moves[begin:], self.changes[begin:], self.products[begin:, begin:])
         end = self._end
         self._moves[end].copy_(move)
-        self._changes[end].copy_(change)
+        self._updates[end].copy_(change)
         self._show(slice(end - kept, end + 1))
         self.products[:, kept] = self.moves @ change
         self.products[kept, kept] = curvature  # above 0, which the rounding of the product may not be
@@ -92,11 +92,11 @@ class History:
     def direction(self, g: Tensor) -> Tensor:
         """Multiply minus a gradient with the inverse Hessian, by two triangular systems.
 
-        The first pass of the loop of two has the weights of R a = S g, and leaves q = g - Y^T a. The second has those
-        of R^T c = D a - Y H_0 q, with the diagonal D of R and H_0 a multiple of 1. Without a pair, the direction is
-        minus the gradient, made no longer than 1 in the sum of its absolute values.
+        The first pass of the two-loop recursion solves R a = S g, and leaves q = g - Y^T a. The second pass solves
+        R^T c = D a - Y H_0 q, where D is the diagonal of R and H_0 a multiple of the identity. Without a pair, the
+        direction is minus the gradient, made no longer than 1 in the sum of its absolute values.
         """
-        S, Y, R = self.moves, self.changes, self.products.contiguous()  # aligned, too
+        S, Y, R = self.moves, self.changes, self.products.contiguous()  # also aligned
         if not len(S):
             return g / -max(1.0, g.abs().sum().item())
         D, scale = R.diagonal(), self._scale
@@ -137,19 +137,19 @@ class LBFGS(VectorOptimizer):
         max_eval: The most calls of the closure in a step. None is 5/4 of ``max_iter``, but at least 25, which is
             enough for a line search.
         tolerance_grad: A step ends where no element of the gradient, weight decay included, is larger.
-        tolerance_change: A line search is not begun where the slope along the direction is smaller, and ends where in
-            its interval no parameter differs by so much.
+        tolerance_change: There is no line search if the slope along the direction is smaller. A line search ends if
+            no parameter differs by so much in its interval.
         history_size: How many pairs are kept.
         line_search_fn: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe
             conditions by cubic interpolation, at the cost of a gradient each. None takes 1.
         weight_decay: :math:`\gamma`: the objective is the loss with the penalty :math:`\gamma |w|^2 / 2`.
         maximize: Climb.
-        nonfinite: If the loss, a gradient or a new value is NaN or infinite, parameters and state stay as they are,
-            and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
+        nonfinite: Reaction if the loss, a gradient or a new value is NaN or infinite. ``"raise"`` raises an
+            error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range, or parameters differ in dtype or device.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range, or parameters differ in dtype or device.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
         RuntimeError: In a step, the closure does not return its loss.
 
     Example:
@@ -195,10 +195,11 @@ class LBFGS(VectorOptimizer):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What the last step did.
+        """Statistics of the last step.
 
-        ``iterations``, ``evaluations`` of the closure, the ``length`` of the last iteration in units of its direction
-        (0 if nothing moved), and ``skipped``, as of all optimizers.
+        - ``iterations``, and ``evaluations`` of the closure.
+        - ``length`` of the last iteration in units of its direction, 0 if nothing moved.
+        - ``skipped``: the number of steps that were left out.
         """
         return {**(self._last or {}), **super().stats}
 
@@ -235,7 +236,7 @@ class LBFGS(VectorOptimizer):
             )
         return float(result.detach() if isinstance(result, Tensor) else result)
 
-    def _changes(self, work: Work) -> Iterator[Change]:
+    def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
         """Iterate from where all parameters are."""
         params, group = work.params, self.param_groups[0]
         if self._closure is None and group["line_search_fn"] is not None:
@@ -302,7 +303,7 @@ class LBFGS(VectorOptimizer):
         decay, lr = self._decay, self._lr
         if isinstance(decay, Tensor) or decay:
             value, g = value + float(w.dot(decay * w)) / 2, g + decay * w
-        if isinstance(lr, Tensor):  # what has the step size 0 stays where it is
+        if isinstance(lr, Tensor):  # parameters with the learning rate 0 stay
             g = torch.where(lr != 0, g, 0.0)
         return Place(w, value, g)
 
@@ -319,15 +320,15 @@ class LBFGS(VectorOptimizer):
 
     def _change(
         self, params: Params, w: Tensor | None, step: int, last: tuple[Tensor, Tensor], history: History
-    ) -> Change:
-        """Return what a step writes; the vectors are kept with the first parameter."""
+    ) -> PendingUpdate:
+        """Return what a step writes. The vectors are stored with the first parameter."""
         states: dict[str, dict[str, Any]] = {key: {"step": step} for key in params}
         pairs = {"moves": history.moves, "changes": history.changes, "products": history.products}
         next(iter(states.values())).update(place=last[0], gradient=last[1], **pairs)
         self._history = history
-        # Where the gradient at the start is not finite, the new parameters are not, and no pair is added.
+        # If the gradient at the start is not finite, neither are the new parameters, and no pair is added.
         implied = ("place", "gradient", *pairs)
-        return Change(params, {} if w is None else split(w, params), states, implied=implied)
+        return PendingUpdate(params, {} if w is None else split(w, params), states, implied=implied)
 
 
 def _largest(values: Tensor) -> float:
@@ -427,7 +428,7 @@ def strong_wolfe(
 
 
 def _cubic_minimum(a: Point, b: Point, least: float, most: float) -> float:
-    """Return where the cubic through two points is least, between two bounds; their middle if it has no minimum."""
+    """Return the minimizer of the cubic through two points between two bounds, or their middle."""
     if a.length > b.length:
         a, b = b, a
     width, middle = b.length - a.length, (least + most) / 2

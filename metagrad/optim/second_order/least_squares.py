@@ -23,7 +23,7 @@ _AGREES = 0.25  # a ratio of reductions below which the length of a step says no
 
 
 class LeastSquaresResult(Enum):
-    """How a fit ended; the value of each member is a sentence for the user.
+    """How a fit ended. The value of each member is a sentence for the user.
 
     Example:
         >>> from metagrad.optim import LeastSquaresResult
@@ -52,7 +52,7 @@ class LeastSquaresResult(Enum):
 
 @dataclass(frozen=True, eq=False)
 class LeastSquares(Generic[P]):
-    """What :func:`least_squares` returns.
+    """The result of :func:`least_squares`.
 
     Attributes:
         value: The parameters at the end, in the form that they were given in, without a graph.
@@ -90,25 +90,25 @@ def least_squares(
     .. math:: \min_w \; f(w) = \tfrac{1}{2} \sum_i r_i(w)^2
 
     by the steps of :class:`GaussNewton`, whose systems are solved by conjugate gradients: residuals and parameters
-    may be many, and no Jacobian is ever materialized. Tolerances are those of ``scipy.optimize.least_squares``, and
-    none is taken below the precision of the dtype.
+    may be many, and no Jacobian is ever materialized. Tolerances mean the same as in
+    ``scipy.optimize.least_squares``. A tolerance below the precision of the dtype is replaced by that precision.
 
     There are no bounds and no robust losses. The value has no graph: for its derivative with respect to what the
     residuals depend on, see :func:`metagrad.hypergradient`. If scales of parameters are very different, use
     ``preconditioner="diagonal"``.
 
     Args:
-        residual_fn: Parameters, in the form of ``params``, to residuals of any shape; deterministic.
-        params: Where to begin: a tensor, or a dict of tensors by name, of one dtype and device.
-        max_steps: The most steps.
+        residual_fn: Deterministic function of parameters, in the form of ``params``, to residuals of any shape.
+        params: Initial parameters: a tensor, or a dict of tensors by name, of one dtype and device.
+        max_steps: Maximum number of steps.
         ftol: Stop when a step lowers the loss by less than this, relative to the loss, and its model agrees.
         xtol: Stop when a step is shorter than this, relative to the norm of the parameters, and its model agrees.
         gtol: Stop when no element of the gradient is larger.
-        throw: Raise an exception where no tolerance was met.
-        **options: Arguments of :class:`GaussNewton`; ``progress=None`` is the default here.
+        throw: Raise an error if no tolerance was met.
+        **options: Arguments of :class:`GaussNewton`. Here the default of ``progress`` is None.
 
     Returns:
-        The parameters, how it ended, and what it cost.
+        The parameters, the reason why the fit ended, and its cost.
 
     Raises:
         ValueError: ``max_steps`` or a tolerance is out of its range, or residuals do not depend on the parameters.
@@ -189,7 +189,7 @@ def _ending(
     xtol: float,
     gtol: float,
 ) -> LeastSquaresResult | None:
-    """Return how a fit ends after a step, None where it goes on; conditions are SciPy's."""
+    """Return how a fit ends after a step, or None if it continues. The conditions are SciPy's."""
     if not torch.tensor([loss, gradient]).isfinite().all():
         return LeastSquaresResult.NON_FINITE
     if gradient <= gtol:

@@ -20,8 +20,9 @@ from metagrad.curvature.solvers.cg import ConjugateGradients
 from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.curvature.solvers.solution import Result
 from metagrad.optim.second_order.curvature_optimizer import (
+    LossGraph,
     LossRecorder,
-    NotedLoss,
+    RecordedLoss,
     WeightedLoss,
     generators_of,
     leaves_behind,
@@ -36,26 +37,26 @@ from metagrad.optim.second_order.vector import (
     split,
     without_gradients,
 )
-from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, Work, as_number
-from metagrad.optim.torch_optim.state import Change
+from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsWithGrad, as_number
+from metagrad.optim.torch_optim.state import PendingUpdate
 
 POOR, GOOD = 0.25, 0.75
 """Ratios of reduction below and above which a model is trusted less, and more."""
 LEAST_FACTOR, MOST_FACTOR = 1e-10, 1e10
-"""What the ratios of reduction make of 1 stays between these, so that it comes back in time."""
-_SUFFICIENT = 1e-4  # the part of the slope that a line search asks for
+"""Bounds of the factor by which ratios of reduction change the damping, so that it can recover."""
+_SUFFICIENT = 1e-4  # share of the slope that a line search must achieve
 _HALVINGS = 30
-_FIRST = 0.1  # of the curvature along a step: the damping that begins where there was none
-_EXPONENT = 0.75  # of Martens' preconditioner; 1 would be Jacobi's, and trusts the estimate more
+_FIRST = 0.1  # share of the curvature along a step that becomes the damping if it was 0
+_EXPONENT = 0.75  # of Martens' preconditioner. 1 would be Jacobi's, which trusts the estimate more
 
 
 class BackwardPass(NamedTuple):
     """One call of ``backward``, whose graph is alive."""
 
-    value: Tensor  # what was differentiated, 0-d
+    value: Tensor  # of the loss, 0-d
     grads: Mapping[Tensor, Tensor]  # the gradient of each leaf
     losses: Sequence[WeightedLoss]  # of known form
-    loss: weakref.ref[Tensor] | None = None  # what was differentiated, as the closure has it
+    loss: weakref.ref[Tensor] | None = None  # the tensor of the closure
 
 
 class Curvature:
@@ -65,7 +66,7 @@ class Curvature:
         params: Parameters by name.
         passes: The losses.
         matrix: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
-        scale: What undoes the scale of a GradScaler.
+        scale: Inverse of the scale of a GradScaler.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Curvature:
                     )
 
     def __matmul__(self, v: Tensor) -> Tensor:
-        """Multiply a vector; in half precision at size one, where it cannot vanish or its product overflow."""
+        """Multiply a vector. In half precision it is scaled to size one, so that nothing underflows or overflows."""
         size = v.abs().amax() if self._is_half else None
         if size is not None:
             v = v / torch.where(size == 0, 1, size)
@@ -124,7 +125,7 @@ class Curvature:
         return recorded.pull([pushed])
 
     def diagonal(self, samples: int, generator: Callable[[torch.device], torch.Generator]) -> Tensor:
-        """Estimate the diagonal: of the Hessian by probes, of the others by labels drawn from the model."""
+        """Estimate the diagonal: of a Hessian by probes, of other matrices by labels sampled from the model."""
         like = flat(self._params.values())
         total = torch.zeros_like(like)
         if self._matrix == "hessian":
@@ -162,19 +163,19 @@ def conjugate_gradients(
 ) -> Solved:
     r"""Minimize :math:`\phi(x) = x^\top A x / 2 - b^\top x` by conjugate gradients.
 
-    They end at a residual of ``rtol`` times the norm of ``b``, by Martens' rule, or at a direction :math:`p` with
-    :math:`\kappa = p^\top A p / p^\top p \le 0`. Along that direction they take one more step, of the length that
-    :math:`|\kappa|` gives, so that the model falls all the same.
+    The iteration ends at a residual of ``rtol`` times the norm of ``b``, by Martens' rule, or at a direction
+    :math:`p` with :math:`\kappa = p^\top A p / p^\top p \le 0`. Along that direction it takes one more step, whose
+    length uses :math:`|\kappa|`, so the model decreases.
 
     Args:
         multiply: Multiplies a vector with A.
         b: The right-hand side.
-        x0: Where to begin, unless that is worse than 0.
+        x0: Initial solution, unless it is worse than 0.
         metric: The diagonal of a preconditioner that is like A, above 0. The residual that ends a solve is the same.
-        rtol: Relative tolerance of the residual; the precision of the dtype bounds it.
+        rtol: Relative tolerance of the residual, at least the precision of the dtype.
         progress: Stop at step i when :math:`\phi` fell by less than :math:`k \epsilon |\phi|` in the last
-            :math:`k = \max(10, i / 10)` steps; None never does.
-        max_steps: The most steps.
+            :math:`k = \max(10, i / 10)` steps. None disables this rule.
+        max_steps: Maximum number of steps.
 
     Example:
         >>> from metagrad.optim.second_order.newton import conjugate_gradients
@@ -209,7 +210,7 @@ def conjugate_gradients(
 
 
 class Problem(NamedTuple):
-    """What a step minimizes: the loss with its penalty, or minus it, in the parameters that move."""
+    """The objective of a step: the signed loss with its penalty, in the parameters that move."""
 
     params: Params
     w: Tensor
@@ -257,9 +258,9 @@ class Objective:
     def ratio(self, after: float, predicted: float) -> float:
         """Divide the reduction of the loss by the reduction of the model.
 
-        Both are taken with what may be rounding, so that a step at convergence has the ratio 1 (Conn, Gould, Toint,
-        "Trust-region methods", 2000, section 17.4.2). A loss that is not finite has the ratio minus infinity, and so
-        has a step of which the model says that it climbs.
+        A bound of the rounding error is added to both, so a step at convergence has the ratio 1 (Conn, Gould, Toint,
+        "Trust-region methods", 2000, section 17.4.2). The ratio is minus infinity if the loss is not finite, or if
+        the model predicts that the step climbs.
         """
         reduction, expected = self.before - after + self.slack, self.slack - predicted
         if reduction == expected == 0:
@@ -268,7 +269,7 @@ class Objective:
         return reduction / expected if is_sound and math.isfinite(reduction / expected) else -math.inf
 
     def searched(self, w: Tensor, step: Step, after: float) -> float:
-        """Halve a step until the loss has fallen by enough; return its length, 0 if it never does."""
+        """Halve a step until the loss has decreased enough, and return its length, or 0."""
         length = 1.0
         for _ in range(_HALVINGS):
             if after <= self.before + _SUFFICIENT * length * step.slope + self.slack:
@@ -286,20 +287,20 @@ class NewtonCG(VectorOptimizer):
         s_t = \eta \, d_t, \qquad
         \rho_t = \frac{f(w_{t-1} + s_t) - f(w_{t-1})}{g_t^\top s_t + s_t^\top H_t s_t / 2}
 
-    with the Hessian :math:`H` known by its products and :math:`d` from conjugate gradients. The length
-    :math:`\alpha` is the largest of 1, 1/2, 1/4, ... at which the loss falls by :math:`10^{-4}` of the slope. The
-    damping :math:`\lambda` is divided by ``change`` where :math:`\rho > 3/4`, and multiplied where
-    :math:`\rho < 1/4`; from 0 it begins at a tenth of the curvature along the step.
+    Conjugate gradients compute :math:`d` by Hessian-vector products. The length :math:`\alpha` is the largest of 1,
+    1/2, 1/4, ... that lowers the loss by :math:`10^{-4}` of the slope. The damping :math:`\lambda` is divided by
+    ``change`` if :math:`\rho > 3/4`, and multiplied by it if :math:`\rho < 1/4`. A damping of 0 increases to a tenth
+    of the curvature along the step.
 
-    Where conjugate gradients meet a direction of negative curvature, they take one last step along it, by the
-    absolute value of the curvature. It descends, and leaves saddle points that gradient descent is slow to leave. A
-    gradient of exactly zero is taken for a minimum.
+    At a direction of negative curvature, conjugate gradients take one last step along it, by the absolute value of
+    the curvature. This step descends, and escapes saddle points that slow gradient descent down. A gradient of
+    exactly zero counts as a minimum.
 
-    The closure is called once for gradient and curvature, with its graph, and then for the loss alone, as often as a
-    step asks: there ``backward`` does nothing. Losses of several backward passes add up. Products with the curvature
-    are what a step costs, and need less data than the gradient does: ``opt.step(closure, curvature=part)`` takes the
-    curvature from another closure, of a part of the data. For what all groups share, and for random numbers and
-    buffers while the closure is called again, see :class:`~metagrad.optim.second_order.vector.VectorOptimizer`.
+    The closure is called once for gradient and curvature. Further calls only evaluate the loss, and their
+    ``backward`` does nothing. Losses of several backward passes add up. Most of the cost of a step are products with
+    the curvature, which need less data than the gradient. ``opt.step(closure, curvature=part)`` takes the curvature
+    from another closure, for a part of the data. For what all groups share, and for random numbers and buffers while
+    the closure is called again, see :class:`~metagrad.optim.second_order.vector.VectorOptimizer`.
 
     With a ``GradScaler`` there is no closure, hence nothing to adapt by: use ``adapt=False``,
     ``opt.backward(scaler.scale(loss))`` and ``scaler.step(opt)``. Gradients and curvature are unscaled.
@@ -308,31 +309,31 @@ class NewtonCG(VectorOptimizer):
         params: Parameters, with names or without, or groups of them, which may differ in ``lr``, ``weight_decay`` and
             ``damping``.
         lr: The factor :math:`\eta` of every step.
-        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in its gradient,
-            its matrix and the reduction that a step is judged by.
-        damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
-        warm_start: Conjugate gradients begin at so much of their last solution, at the cost of one product; 0 begins
-            at 0, Martens at the whole of it.
+        weight_decay: :math:`\gamma`: the loss includes the penalty :math:`\gamma |w|^2 / 2`, in its gradient, its
+            matrix and its reduction.
+        damping: :math:`\lambda_0`. A schedule of it is multiplied by the factor that follows from the ratios.
+        warm_start: Share of the last solution at which conjugate gradients start, at the cost of one product. 0
+            starts at 0, and Martens uses 1.
         rtol: Conjugate gradients end at this residual, relative to the gradient.
-        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
-        max_steps: The most steps of conjugate gradients.
-        preconditioner: ``"diagonal"`` is :math:`(|D| + \lambda_t I)^{3/4}`, with an estimate :math:`D` of the
-            diagonal, of the Hessian by Hutchinson's probes, of other matrices by gradients of the loss with labels
-            drawn from the model: for parameters of different scales.
-        samples: How many probes, or draws of the labels, the estimate is the mean of; one costs a product, or a
+        progress: They end if the model decreases by less than this for each step (Martens' rule). None disables it.
+        max_steps: Maximum number of steps of conjugate gradients.
+        preconditioner: ``"diagonal"`` is :math:`(|D| + \lambda_t I)^{3/4}`, for parameters of
+            different scales. :math:`D` is an estimate of the diagonal. It uses Hutchinson's probes for the Hessian,
+            and gradients for labels sampled from the model for other matrices.
+        samples: Number of probes, or of samples of the labels, for this estimate. One costs a product, or a
             gradient.
-        adapt: Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or
-            more; else both are constant, and a step may climb.
+        adapt: Evaluate the loss at the end of a step, to adapt damping and length. This costs a forward pass or
+            more. Otherwise both are constant, and a step may climb.
         change: The factor of the damping, above 1.
         maximize: Climb.
-        nonfinite: If the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they are,
-            and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
-        seed: Seed of the random numbers. A step's follow from it and the number of the step. None takes
+        nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite. ``"raise"`` raises an
+            error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
+        seed: Seed of the random numbers, which also depend on the number of the step. None takes
             ``torch.initial_seed()``.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range, or parameters differ in dtype or device.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range, or parameters differ in dtype or device.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         >>> from metagrad.optim import NewtonCG
@@ -355,13 +356,13 @@ class NewtonCG(VectorOptimizer):
     own_to_groups = ("lr", "weight_decay", "damping")
     counts = ("max_steps", "samples")
     whole: ClassVar[str] = "newton"
-    """What the direction of an undisturbed step is called."""
+    """Name of the direction of a regular step, in ``stats``."""
     _curvature_closure: Callable[[], Any] | None = None
     _is_moving = False
     _more: Mapping[str, Any] = {}  # options of a subclass
     _found: (
         tuple[tuple[float, float], dict[str, Any]] | None
-    )  # factor and addend of the damping; stats of this step
+    )  # factor and addend of the damping, and stats of this step
     _last: tuple[tuple[float, float], dict[str, Any]] | None = None
 
     def __init__(
@@ -387,11 +388,11 @@ class NewtonCG(VectorOptimizer):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What the last step did.
+        """Statistics of the last step.
 
         - ``steps`` and ``products`` of conjugate gradients. Probes for a preconditioner count as products.
         - ``ending`` of the solver, a name of :class:`metagrad.curvature.Result`.
-        - ``ratio`` of the reductions of loss and model; NaN where the loss was not evaluated.
+        - ``ratio`` of the reductions of loss and model. NaN if the loss was not evaluated.
         - ``damping`` of the next step, in the first group.
         - ``length`` of the step in units of its direction, by the largest step size.
         - ``direction``: ``newton``, ``gauss_newton``, ``negative_curvature``, or ``none`` if nothing moved.
@@ -409,12 +410,12 @@ class NewtonCG(VectorOptimizer):
         """Take one step.
 
         Args:
-            closure: Computes the loss and its gradients, and returns the loss; it is called again for the loss alone.
-            curvature: A closure of the same form for a part of the data, whose curvature replaces that of all
-                data.
+            closure: Computes the loss and its gradients, and returns the loss. Further calls only need the loss.
+            curvature: A closure of the same form for a part of the data. Its curvature replaces the curvature of
+                all data.
 
         Returns:
-            What the closure returned at its first call, without its graph.
+            The result of the first call of the closure, without its graph.
 
         Raises:
             ValueError: ``curvature`` comes without ``closure``.
@@ -436,12 +437,12 @@ class NewtonCG(VectorOptimizer):
             super().zero_grad(set_to_none)
 
     def output_loss(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
-        r"""Evaluate a loss that :class:`GaussNewton` does not recognize by itself, and note its Hessian.
+        r"""Evaluate a loss that :class:`GaussNewton` does not recognize, and record its Hessian.
 
         Args:
-            loss_fn: An output to its loss, of one element; called again for every product, with the same output.
-                Convex, for the matrix to have no negative curvature.
-            output: What the model returned, of any shape.
+            loss_fn: Convex function of an output to its loss, of one element. It is called again for every product,
+                with the same output.
+            output: Output of the model, of any shape.
 
         Returns:
             ``loss_fn(output)``.
@@ -465,9 +466,9 @@ class NewtonCG(VectorOptimizer):
         """
         if not self.notes_losses or not isinstance(self._noted, list):
             return loss_fn(output)
-        own, count = output.view_as(output), len(self._noted)  # with a place of its own in the graph
+        own, count = output.view_as(output), len(self._noted)  # which has its own node in the graph
         value = loss_fn(own)
-        self._noted[count:] = NotedLoss.of(value, WrittenLoss(loss_fn, own))  # not what it is made of, too
+        self._noted[count:] = RecordedLoss.of(value, CustomOutputLoss(loss_fn, own))  # and none of its parts
         return value
 
     def _matrix(self, group: Group) -> str:
@@ -491,7 +492,7 @@ class NewtonCG(VectorOptimizer):
         return result
 
     def _passes_of(self, closure: Callable[[], Any]) -> list[BackwardPass]:
-        """Return the backward passes of a closure of a part of the data; nothing else of it is kept."""
+        """Return the backward passes of a closure for a part of the data, without other effects of the closure."""
         kept, self._passes, self._is_moving = self._passes, None, True
         try:
             with without_gradients(self._all_params()), self._buffers.kept():
@@ -505,19 +506,12 @@ class NewtonCG(VectorOptimizer):
         finally:
             self._passes, self._is_moving = kept, False
 
-    def _observe(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None,
-        grads: Mapping[Tensor, Tensor],
-        losses: Sequence[WeightedLoss],
-        *,
-        retain_graph: bool,
-    ) -> None:
+    def _observe(self, graph: LossGraph) -> None:
         before, params = self._passes or [], self._all_params()
-        if all(p.grad is None for p in params):  # those of earlier passes were dropped
+        if all(p.grad is None for p in params):  # gradients of earlier passes were dropped
             before = [one for one in before if one.grads.keys().isdisjoint(params)]
-        self._passes = [*before, BackwardPass(scalar_of(loss, gradient), grads, losses, weakref.ref(loss))]
+        value = scalar_of(graph.loss, graph.gradient)
+        self._passes = [*before, BackwardPass(value, graph.grads, graph.losses, weakref.ref(graph.loss))]
 
     def _forget(self) -> None:
         super()._forget()
@@ -533,7 +527,7 @@ class NewtonCG(VectorOptimizer):
         if self.param_groups[0]["step"] > before:
             self._last = self._found
 
-    def _changes(self, work: Work) -> Iterator[Change]:
+    def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
         """Solve the system of a step, adapt the damping, and look for a length."""
         params, group, problem = work.params, self.param_groups[0], self._problem(work)
         number, factor, added, start = self._resumed(params)
@@ -555,9 +549,9 @@ class NewtonCG(VectorOptimizer):
         is_finite = run.result is not Result.NON_FINITE and math.isfinite(step.curved)
         used = {"the curvature": run.x.new_tensor(0.0 if is_finite else math.nan)}
         moved = split(problem.w + length * step.d, params) if length else {}
-        yield Change(params, moved, states, used=used)
+        yield PendingUpdate(params, moved, states, used=used)
 
-    def _problem(self, work: Work) -> Problem:
+    def _problem(self, work: ParamsWithGrad) -> Problem:
         params, group = work.params, self.param_groups[0]
         if self._passes is None:
             raise self._without_curvature()
@@ -580,7 +574,7 @@ class NewtonCG(VectorOptimizer):
         if group["preconditioner"] is not None:
             generator = generators_of(group["seed"], group["step"])
             metric = problem.curvature.diagonal(group["samples"], generator).abs() + damping + problem.decay
-            # Where the loss is flat and nothing is damped, 1 leaves the gradient as it is.
+            # If the loss is flat and nothing is damped, 1 leaves the gradient unchanged.
             metric = torch.where(metric == 0, 1.0, metric) ** _EXPONENT
             probes = group["samples"] if self._matrix(group) == "hessian" else 0
         run = conjugate_gradients(
@@ -598,7 +592,7 @@ class NewtonCG(VectorOptimizer):
         """Return the step along a solution, in the direction that descends."""
         x, lr, g = run.x, problem.lr, problem.g
         slope = float(g.dot(x))
-        # Where curvature is negative an iterate may climb at first, and its opposite has the same model and descends.
+        # With negative curvature an iterate may climb at first. Its opposite has the same model and descends.
         d = self._scaled(-x if slope > 0 else x, lr, g)
         if isinstance(lr, Tensor):
             curved = float(d.dot(problem.multiply(d)))
@@ -607,7 +601,7 @@ class NewtonCG(VectorOptimizer):
         return Step(d, float(g.dot(d)), curved)
 
     def _resumed(self, params: Params) -> tuple[int, float, float, Tensor | None]:
-        """Return the number of steps, what they made of the damping, and the last solution; or begin again."""
+        """Return the number of steps, the factor and addend of the damping, and the last solution."""
         states = [self.state.get(p, {}) for p in params.values()]
         if len({state.get("step") for state in states}) > 1 or "factor" not in states[0]:
             return 0, 1.0, 0.0, None
@@ -625,7 +619,7 @@ class NewtonCG(VectorOptimizer):
         return Objective(problem.penalized(float(sum(values)), problem.w), evaluate, eps)
 
     def _loss_at(self, params: Params, w: Tensor) -> float:
-        """Return what the closure calls ``backward`` on at other parameters."""
+        """Return the loss of the closure at other parameters."""
         values: list[Tensor] = []
 
         def backward(loss: Tensor, gradient: Tensor | None = None, *_: Any, **__: Any) -> None:
@@ -674,31 +668,31 @@ class GaussNewton(NewtonCG):
     .. math::
         (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t \eta \, d_t
 
-    with the Jacobian :math:`J` of the model's outputs and the Hessian :math:`H_L` of the loss in them; for squares,
-    that is nonlinear least squares. With ``matrix="fisher"``, :math:`H_L` is the Fisher matrix of the likelihood that
-    the loss is the negative logarithm of, which makes it natural gradient descent. Damping and length are as in
-    :class:`NewtonCG`. Marquardt refuses a step that does not descend, and solves again. Here the products of the
-    solve are what costs, so its direction is kept, and the length is shortened.
+    with the Jacobian :math:`J` of the model's outputs and the Hessian :math:`H_L` of the loss with respect to them.
+    For squared errors, this is nonlinear least squares. With ``matrix="fisher"``, :math:`H_L` is the Fisher matrix of
+    the likelihood that the loss is the negative logarithm of, which makes it natural gradient descent. Damping and
+    length are as in :class:`NewtonCG`. Marquardt rejects a step that does not descend, and solves again. Here the
+    products of the solve dominate the cost, so the direction is kept and the length is reduced.
 
     The loss has to be computed inside the closure, or within ``with opt.recording():``. There, calls of
     ``F.mse_loss``, ``F.cross_entropy``, ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and
     ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded. Residuals ``r`` are ``F.mse_loss(r,
     torch.zeros_like(r))``, a likelihood written by hand is :meth:`output_loss`, and
-    :func:`metagrad.optim.least_squares` fits residuals without a loop. What else the loss contains, such as a
-    penalty, is in the gradient alone.
+    :func:`metagrad.optim.least_squares` fits residuals without a loop. Other parts of the loss, such as a penalty,
+    enter only the gradient.
 
     Args:
         params: Parameters, as of :class:`NewtonCG`.
         lr: The factor :math:`\eta` of every step.
         matrix: ``"ggn"``, the Gauss-Newton matrix, or ``"fisher"``, the exact Fisher matrix.
-        damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
+        damping: :math:`\lambda_0`. A schedule of it is multiplied by the factor that follows from the ratios.
         change: The factor of the damping, above 1.
         **more: The other arguments of :class:`NewtonCG`.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range, or parameters differ in dtype or device; in a step, the
-            loss contains none of known form.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range, or parameters differ in dtype or device. In a step, the
+            loss contains no loss of known form.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         >>> from metagrad.optim import GaussNewton
@@ -746,18 +740,18 @@ class GaussNewton(NewtonCG):
         check_choice("GaussNewton(params): matrix", self.param_groups[index]["matrix"], ("ggn", "fisher"))
 
 
-class WrittenLoss(OutputLoss):
-    r"""A loss of an output :math:`z`, given as a function; each product with its Hessian differentiates it.
+class CustomOutputLoss(OutputLoss):
+    r"""A loss of an output :math:`z`, given as a function. Each product with its Hessian differentiates it.
 
-    The distribution of which it is the likelihood is not known, so there is no Fisher matrix.
+    Its likelihood is unknown, so there is no Fisher matrix.
 
     Args:
-        loss_fn: An output to a loss of one element.
+        loss_fn: Function of an output to a loss of one element.
         output: :math:`z`, on the autograd graph of the model.
 
     Example:
-        >>> from metagrad.optim.second_order.newton import WrittenLoss
-        >>> loss = WrittenLoss(lambda z: (z**3).sum(), torch.tensor([1.0, 2.0]))
+        >>> from metagrad.optim.second_order.newton import CustomOutputLoss
+        >>> loss = CustomOutputLoss(lambda z: (z**3).sum(), torch.tensor([1.0, 2.0]))
         >>> loss.hessian_product(torch.ones(2))
         tensor([ 6., 12.])
     """

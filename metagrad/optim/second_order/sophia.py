@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from metagrad.optim.second_order.curvature_optimizer import WeightedLoss, options_of
+from metagrad.optim.second_order.curvature_optimizer import LossGraph, options_of
 from metagrad.optim.second_order.diagonal_optimizer import (
     DiagonalOptimizer,
+    Generators,
     gauss_newton_diagonal,
     hessian_diagonal,
 )
@@ -27,33 +28,32 @@ class SophiaH(DiagonalOptimizer):
         w_t &= (1 - \eta \lambda) w_{t-1}
                - \eta \, \operatorname{clip}\bigl(m_t / \max(\gamma h_t, \epsilon), 1\bigr)
 
-    Where curvature is small or negative the step is the sign of the momentum, as long as ``lr``. Where it is large,
-    the step is a share of Newton's. A closure of the usual form works, or ``opt.backward(loss)`` in place of
+    If curvature is small or negative, the step is ``lr`` times the sign of the momentum. If it is large, the step is
+    a multiple of Newton's step. A closure of the usual form works, or ``opt.backward(loss)`` in place of
     ``loss.backward()``, also with a ``GradScaler``. For what does not work, see
-    :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Gradients that are sparse raise an
-    error. Steps between two estimates cost a gradient.
+    :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Sparse gradients raise an error.
+    Steps between two estimates cost one gradient.
 
     Args:
-        params: Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.
-        lr: The step size :math:`\eta`. No element moves by more. In the paper 0.8 times Adam's for language models of
-            125 million parameters and more, 2e-4 to 6e-4; the default is for small models, which move further in
-            fewer steps.
+        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        lr: The learning rate :math:`\eta`. No element moves by more. The paper uses 0.8 times Adam's for language
+            models of 125 million parameters and more, 2e-4 to 6e-4. The default is for small models and fewer steps.
         betas: How much of the averages of gradients and of diagonals is kept, each from 0 to below 1.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
-        eps: The least that a momentum is divided by; above 0.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters; in
-            the paper, 0.2.
-        curvature_every: Steps from one estimate to the next, :math:`k`; the first step makes one.
+        eps: Smallest divisor of a momentum, above 0.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters. The
+            paper uses 0.2.
+        curvature_every: Steps from one estimate to the next, :math:`k`. The first step makes an estimate.
         samples: Probes for each estimate.
-        maximize: Climb: take gradient and curvature with the other sign; weights decay all the same.
-        nonfinite: If the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they are,
-            and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
-        seed: Seed of the random numbers. A step's follow from it and the number of the step. None takes
+        maximize: Climb: use gradient and curvature with the other sign. Weights decay as before.
+        nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite. ``"raise"`` raises an
+            error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
+        seed: Seed of the random numbers, which also depend on the number of the step. None takes
             ``torch.initial_seed()``.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         >>> from metagrad.optim import SophiaH
@@ -89,19 +89,13 @@ class SophiaH(DiagonalOptimizer):
         self._initialize(params, options_of(locals()))
 
     def _diagonal(
-        self,
-        group: Group,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        losses: Sequence[WeightedLoss],
-        generator: Callable[[torch.device], torch.Generator],
-        *,
-        retain_graph: bool,
+        self, samples: int, params: Sequence[Tensor], graph: LossGraph, generator: Generators
     ) -> list[Tensor]:
         def draw(like: Tensor) -> Tensor:
             return like.new_empty(like.shape).normal_(generator=generator(like.device))
 
-        return hessian_diagonal(params, grads, draw, group["samples"], retain_graph=retain_graph)
+        grads = [graph.grads[p] for p in params]
+        return hessian_diagonal(params, grads, draw, samples, retain_graph=graph.retain_graph)
 
     def _moved(
         self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any
@@ -125,19 +119,20 @@ class SophiaG(SophiaH):
     and otherwise the equations of :class:`SophiaH`. The estimate is never negative, and costs one backward pass more.
     The loss has to be computed inside the closure, or within ``with opt.recording():``. There, calls of
     ``F.cross_entropy``, ``F.mse_loss``, ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and
-    ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded, with their weights in the whole. What
-    else the loss contains, such as a penalty on the weights, does not enter the estimate.
+    ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded, with their weights in the whole.
+    Other parts of the loss, such as a penalty on the weights, do not enter the estimate.
 
     Args:
-        params: Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.
+        params: Parameters, with names or without, or groups of them with their own hyperparameters.
         lr: The step size, as of :class:`SophiaH`.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
         samples: Draws of the labels for each estimate.
         **more: The other arguments of :class:`SophiaH`.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range; in ``backward``, the loss contains none of known form.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range, or (in ``backward``) the loss contains no loss of known
+            form.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         >>> from metagrad.optim import SophiaG
@@ -172,13 +167,8 @@ class SophiaG(SophiaH):
         super().__init__(params, lr, gamma=gamma, samples=samples, **more)
 
     def _diagonal(
-        self,
-        group: Group,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        losses: Sequence[WeightedLoss],
-        generator: Callable[[torch.device], torch.Generator],
-        *,
-        retain_graph: bool,
+        self, samples: int, params: Sequence[Tensor], graph: LossGraph, generator: Generators
     ) -> list[Tensor]:
-        return gauss_newton_diagonal(params, losses, generator, group["samples"], retain_graph=retain_graph)
+        return gauss_newton_diagonal(
+            params, graph.losses, generator, samples, retain_graph=graph.retain_graph
+        )

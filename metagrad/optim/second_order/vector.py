@@ -1,4 +1,4 @@
-"""Optimizers that move all parameters as one vector, and call the closure again at other parameters."""
+"""Optimizers that update all parameters as one vector, and call the closure again at other parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from metagrad.core.capture import RandomState
 from metagrad.core.tree import Params, widened
 from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer
-from metagrad.optim.torch_optim.optimizer import Group, Work, as_number
+from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad, as_number
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -31,31 +31,31 @@ def split(vector: Tensor, params: Params) -> Params:
 class VectorOptimizer(CurvatureOptimizer):
     r"""An optimizer that moves all parameters as one vector, along one direction :math:`d`.
 
-    The step of a group is :math:`\eta d` with its own step size. If such a step would climb, all groups take the
-    least step size. A group whose step size is 0 stays where it is, and the others take their own direction. Groups
-    may differ in ``own_to_groups`` and in nothing else.
+    The step of a group is :math:`\eta d` with the learning rate of the group. If this step would climb, all groups
+    use the smallest learning rate. A group with the learning rate 0 stays, and other groups step as if it were
+    constant. Groups may differ only in ``own_to_groups``.
 
-    Weight decay :math:`\gamma` is part of the objective, which is the loss with :math:`\gamma |w|^2 / 2`. What
-    ``step`` returns is the loss alone.
+    Weight decay :math:`\gamma` is part of the objective, which is the loss plus :math:`\gamma |w|^2 / 2`. ``step``
+    returns the loss without this penalty.
 
-    While the closure is called again, random numbers (dropout) repeat its first call. Afterwards ``.grad`` is
-    what the first call left, and buffers of modules (running statistics of BatchNorm) are put back. What else a
-    closure counts or writes, it does at every call.
+    Further calls of the closure repeat the random numbers (dropout) of the first call. Afterwards ``.grad`` and the
+    buffers of modules (running statistics of BatchNorm) are as the first call left them. Other side effects of the
+    closure happen at every call.
     """
 
     own_to_groups: ClassVar[Sequence[str]] = ("lr", "weight_decay")
     """The options in which groups may differ."""
     _closure: Callable[[], Any] | None = None  # of the step in progress
-    _first_result: Any = None  # what it returned where the step begins
+    _first_result: Any = None  # its result at the start of the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step.
 
         Args:
-            closure: Computes the loss and its gradients, and returns the loss; it is called several times.
+            closure: Computes the loss and its gradients, and returns the loss. It is called several times.
 
         Returns:
-            What the closure returned at its first call, without its graph.
+            The result of the first call of the closure, without its graph.
         """
         self._closure, self._random, self._buffers = closure, RandomState(), ModuleBuffers()
         try:
@@ -124,21 +124,21 @@ class VectorOptimizer(CurvatureOptimizer):
                 )
 
     def _groups_by_name(self) -> dict[str, tuple[Group, Tensor]]:
-        """Return every parameter with its group; a name that two groups have is made longer."""
+        """Return every parameter with its group, by name. A name in two groups gets a prefix."""
         found: dict[str, tuple[Group, Tensor]] = {}
         for index, group in enumerate(self.param_groups):
             for key, p in self._named(index).items():
                 found[f"param_groups[{index}]: {key}" if key in found else key] = (group, p)
         return found
 
-    def _all_work(self) -> list[Work]:
+    def _all_work(self) -> list[ParamsWithGrad]:
         for index, group in enumerate(self.param_groups):
             self._rule(group)
             self._check_agreement(index)
         return [self._work(self.param_groups[0], {key: p for key, (_, p) in self._groups_by_name().items()})]
 
     def _column(self, name: str, params: Params) -> float | Tensor:
-        """Return a hyper-parameter, as a vector where groups differ."""
+        """Return a hyperparameter, as a vector where groups differ."""
         groups = self._groups_by_name()
         numbers = {key: float(as_number(groups[key][0][name])) for key in params}
         if len(set(numbers.values())) == 1:
@@ -146,7 +146,7 @@ class VectorOptimizer(CurvatureOptimizer):
         return flat(torch.full_like(widened(p), numbers[key]) for key, p in params.items())
 
     def _scaled(self, d: Tensor, lr: float | Tensor, g: Tensor) -> Tensor:
-        """Multiply a direction that descends with the step sizes; or with the least of them, if that climbs."""
+        """Multiply a descent direction by the learning rates, or by the smallest one if the product climbs."""
         scaled = lr * d
         if not isinstance(lr, Tensor) or float(g.dot(scaled)) <= 0:
             return scaled
@@ -162,7 +162,7 @@ def loss_of_before(name: str) -> RuntimeError:
 
 
 def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return the number that ``loss.backward(gradient)`` differentiates."""
+    """Return the scalar that ``loss.backward(gradient)`` differentiates."""
     return widened(loss.reshape(()) if gradient is None else (loss * gradient).sum()).detach()
 
 
@@ -179,7 +179,7 @@ class ModuleBuffers:
     @contextlib.contextmanager
     def noticed(self) -> Generator[None]:
         """Note the modules that are called meanwhile, with their parts."""
-        # Not by catch_warnings at each step, which makes Python forget what it has warned of once.
+        # catch_warnings at each step would reset the warnings that Python shows only once.
         if not any(getattr(f[1], "pattern", f[1]) == _CALLS_HOOKS_TWICE for f in warnings.filters):
             warnings.filterwarnings("ignore", _CALLS_HOOKS_TWICE)
         handle = register_module_forward_pre_hook(lambda module, _: self._notice(module))
@@ -193,7 +193,7 @@ class ModuleBuffers:
             return
         for module in called.modules():
             self._modules[id(module)] = module
-            # Those of functional_call are not the modules' own later on.
+            # Buffers of functional_call are not in the modules later.
             self._tensors |= {id(buffer): buffer for buffer in module._buffers.values() if buffer is not None}
 
     @contextlib.contextmanager

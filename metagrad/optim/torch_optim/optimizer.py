@@ -1,4 +1,4 @@
-"""The base class of ``torch.optim`` optimizers whose steps are those of a rule."""
+"""The base class of ``torch.optim`` optimizers that take the steps of a rule."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from metagrad.core.tree import Params
 from metagrad.optim.per_parameter import check_real
 from metagrad.optim.rule import documented_fields, with_arguments
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
-from metagrad.optim.torch_optim.state import Change, ParameterState, keeping_dtypes, step_whole
+from metagrad.optim.torch_optim.state import ParameterState, PendingUpdate, keeping_dtypes, step_whole
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 ParameterGroups: TypeAlias = "Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"
-"""Parameters, parameters with their names, or groups of them with hyper-parameters of their own."""
+"""Parameters, parameters with their names, or groups of them with hyperparameters of their own."""
 
 Group: TypeAlias = dict[str, Any]
 """One of an optimizer's ``param_groups``."""
@@ -35,15 +35,15 @@ Computed = TypeVar("Computed")
 _FAILED_FACTORISATIONS = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[reportPrivateImportUsage]
 
 
-PARAMS = "Parameters, with names or without, or groups of them, which may have hyper-parameters of their own."
+PARAMS = "Parameters, with names or without, or groups of them with their own hyperparameters."
 NONFINITE = (
-    "If the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorized, parameters and "
-    'state stay as they are. A step then ``"raise"``s an error, or is left out (``"skip"``) and counted in '
-    "``opt.stats``."
+    "Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorized. "
+    '``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and '
+    "state do not change."
 )
 
 
-class Work(NamedTuple):
+class ParamsWithGrad(NamedTuple):
     """The parameters of a group that have gradients, by name."""
 
     group: Group
@@ -52,23 +52,22 @@ class Work(NamedTuple):
 
 
 class RuleOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose steps are those of a rule.
+    """A ``torch.optim.Optimizer`` that takes the steps of a rule.
 
     ``class Lion(RuleOptimizer, rule=LionRule)`` defines a subclass. Its arguments are the fields of the rule, with
-    their defaults and documentation. Hyper-parameters are stored only in ``param_groups``, where schedulers find
-    them. Each step makes a rule of those of a group. The rule does the arithmetic. This class writes the parameters
-    in place, keeps the state, and implements the rest of ``torch.optim``'s interface.
+    their defaults and documentation. Hyperparameters are stored only in ``param_groups``, where schedulers find
+    them. Each step makes a rule of a group's hyperparameters. The rule does the arithmetic. This class writes the
+    parameters in place, stores the state, and implements the rest of ``torch.optim``'s interface.
 
-    A step is computed before it is written. If the loss, a gradient, the curvature or what is made of them is NaN or
-    infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
-    (``nonfinite``). The check costs the norms of gradients and of new values, and on an accelerator a wait for them.
-    While a step is computed, the new values and the new state are held beside the old ones.
+    A step is computed before it is written. Nothing changes if the loss, a gradient, the curvature or a result is NaN
+    or infinite, or if a matrix cannot be factorized. Such a step raises an error or is left out, by ``nonfinite``.
+    The check costs the norms of gradients and new values, and a synchronization on an accelerator. During a step the
+    new values and the new state exist in addition to the old ones.
 
-    Parameters of half precision are moved in float32, and rounded. Their state is float32, and stays so when it is
-    loaded.
+    A parameter in half precision is updated in float32 and rounded. Its state is float32, also after it is loaded.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range, or not a number or a 0-d tensor.
+        ValueError: A hyperparameter is out of its range, or not a number or a 0-d tensor.
         TypeError: A parameter is complex, or an argument is unknown.
     """
 
@@ -83,12 +82,12 @@ class RuleOptimizer(torch.optim.Optimizer):
     def __init_subclass__(
         cls, rule: type | None = None, without: Sequence[str] = (), **defaults: Any
     ) -> None:
-        """Take arguments from a rule.
+        """Define the arguments by the fields of a rule.
 
         Args:
-            rule: A class made by :func:`~metagrad.optim.rule.functional_optimizer`; None for a base class.
-            without: Fields of it that keep their defaults.
-            defaults: Defaults that differ from those of the rule.
+            rule: A class made by :func:`~metagrad.optim.rule.functional_optimizer`, or None for a base class.
+            without: Fields of the rule that are no arguments.
+            defaults: Defaults in place of the rule's.
         """
         super().__init_subclass__()
         if rule is None:
@@ -126,11 +125,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._initialize(given.arguments.pop("params"), given.arguments)
 
     def _initialize(self, params: ParameterGroups, defaults: Mapping[str, Any]) -> None:
-        """Set the optimizer up, by the defaults of a group."""
+        """Initialize the optimizer with the defaults of a group."""
         super().__init__(params, {"nonfinite": "raise", **defaults, "step": 0})  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, with hyper-parameters of their own where given; the others are the defaults."""
+        """Add parameters with their own hyperparameters. Missing ones take the defaults."""
         super().add_param_group(param_group)
         try:
             self._check_group(len(self.param_groups) - 1)
@@ -147,14 +146,14 @@ class RuleOptimizer(torch.optim.Optimizer):
             closure: Computes the loss and its gradients, and returns the loss.
 
         Returns:
-            What the closure returned, without its graph.
+            The result of the closure, without its graph.
 
         Raises:
             ValueError: The loss is complex.
-            FloatingPointError: The loss, a gradient, the curvature or what is made of them is NaN or infinite.
-                Parameters and state are left as they were. With ``nonfinite="skip"`` the step is left out instead,
-                and counted in :attr:`stats`.
-            torch.linalg.LinAlgError: A matrix of finite numbers could not be factorised; likewise.
+            FloatingPointError: The loss, a gradient, the curvature or a result is NaN or infinite. Parameters and
+                state are unchanged. With ``nonfinite="skip"`` the step is left out instead, and counted in
+                :attr:`stats`.
+            torch.linalg.LinAlgError: A matrix of finite numbers could not be factorized. The same holds.
         """
         try:
             loss = None if closure is None else self._evaluated(closure)
@@ -173,16 +172,16 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """``skipped``: how many steps were left out, as not all was finite or a factorisation failed."""
+        """``skipped``: how many steps were left out, as not all was finite or a factorization failed."""
         return {"skipped": self.__dict__.get("_skipped", 0)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state: tensors go to the devices of their parameters, and keep their own dtypes."""
+        """Load a state. Tensors go to the devices of their parameters, floating point ones in the dtype of steps."""
         with keeping_dtypes(self):
             super().load_state_dict(state_dict)
 
     def _forget(self) -> None:
-        """Drop what was taken of the losses since the last step."""
+        """Drop the losses and the curvature since the last step."""
         self._losses = []
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
@@ -190,12 +189,12 @@ class RuleOptimizer(torch.optim.Optimizer):
             return closure()
 
     def _move(self) -> None:
-        """Move every parameter that has a gradient; or none, if anything is not finite."""
+        """Update every parameter that has a gradient, or none if anything is not finite."""
         work = self._all_work()
         if not self._are_finite([*self._seen_losses(), *chain.from_iterable(map(self._observed, work))]):
             return
-        changes = self._factorised(
-            lambda: [change for one in work if one.params for change in self._changes(one)]
+        changes = self._factorized(
+            lambda: [change for one in work if one.params for change in self._updates(one)]
         )
         if changes is None or not self._are_finite([pair for change in changes for pair in change.tensors()]):
             return
@@ -204,17 +203,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] += 1
 
-    def _all_work(self) -> list[Work]:
+    def _all_work(self) -> list[ParamsWithGrad]:
         return [self._work(group, self._named(index)) for index, group in enumerate(self.param_groups)]
 
-    def _work(self, group: Group, named: Params) -> Work:
-        """Return the parameters of a group that have gradients, and elements to move."""
+    def _work(self, group: Group, named: Params) -> ParamsWithGrad:
+        """Return the parameters of a group that have elements and a gradient."""
         params = {key: p for key, p in named.items() if p.grad is not None and p.numel()}
         grads: Params = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
         for key, g in grads.items():
             if isinstance(g, RowSparse) and not self.takes_rows:
                 raise self._without_rows(key)
-        return Work(group, params, grads)
+        return ParamsWithGrad(group, params, grads)
 
     def _without_rows(self, key: str) -> TypeError:
         name = type(self).__name__
@@ -223,8 +222,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             "nn.Embedding(sparse=False), or SparseAdam for this table."
         )
 
-    def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
-        """Yield the inputs of a group's step, which must be finite: gradients, and curvature if there is one."""
+    def _observed(self, work: ParamsWithGrad) -> Iterator[tuple[str, Tensor]]:
+        """Yield the inputs of a group's step, which must be finite: gradients and curvature."""
         for key, g in work.grads.items():
             yield f"the gradient of {key!r}", g
 
@@ -234,7 +233,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 yield "the loss", loss
 
     def _are_finite(self, described: Sequence[tuple[str, Tensor]]) -> bool:
-        """Return whether the step may go on; raise or count where it may not."""
+        """Return whether all tensors are finite. If not, raise an error or count the step as skipped."""
         if is_finite([tensor for _, tensor in described]):
             return True
         if not self._leaves_out():
@@ -246,8 +245,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             )
         return False
 
-    def _factorised(self, compute: Callable[[], Computed]) -> Computed | None:
-        """Return what is computed; or None, and count the step as skipped, where a factorisation in it fails."""
+    def _factorized(self, compute: Callable[[], Computed]) -> Computed | None:
+        """Return the result, or None if a factorization fails, which counts the step as skipped."""
         try:
             return compute()
         except _FAILED_FACTORISATIONS:
@@ -256,14 +255,14 @@ class RuleOptimizer(torch.optim.Optimizer):
             return None
 
     def _leaves_out(self) -> bool:
-        """Count a step that cannot be taken, if it is to be left out; else it raises an error."""
+        """Return whether steps that cannot be taken are left out, and count one."""
         if self.param_groups[0].get("nonfinite", "raise") != "skip":
             return False
         self._skipped = self.stats["skipped"] + 1
         return True
 
-    def _changes(self, work: Work) -> Iterator[Change]:
-        """Compute the step of a group: at once of the parameters that have taken the same number of steps."""
+    def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
+        """Compute the step of a group, together for parameters that have taken the same number of steps."""
         group, params, grads = work
         by_step: dict[int | None, dict[str, ParameterState]] = defaultdict(dict)
         for key, p in params.items():
@@ -274,7 +273,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             yield step_whole(self._rule(group), own, own_grads, states)
 
     def _rule(self, group: Group) -> Any:
-        """Make the rule of a group's hyper-parameters."""
+        """Make the rule of a group's hyperparameters."""
         names = self.defaults.keys() & _fields_of(type(self))
         return _made(self.rule, tuple((name, as_number(group[name])) for name in names))
 
@@ -282,7 +281,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _named(self, index: int) -> Params:
-        """Return the parameters of a group by name; by their places where they have none, or several have one."""
+        """Return the parameters of a group by name, or by place if names are missing or repeated."""
         group = self.param_groups[index]
         names = [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
         given = group.get("param_names", names)
@@ -314,7 +313,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
 
 def _type(annotation: Any) -> str:
-    """Return the type of an argument from that of a rule's field: a group has one value for all its parameters."""
+    """Return the type of an argument from the type of a rule's field. A group has one value for all parameters."""
     return str(annotation).replace("Hyperparameter", "float | Tensor")
 
 
@@ -336,7 +335,7 @@ def _made(make: Callable[..., Any], hyperparameters: tuple[tuple[str, Hashable],
 
 
 def as_number(value: Any) -> Any:
-    """Read a tensor on the CPU, which costs no wait and spares parameters elsewhere a mixture of devices."""
+    """Convert a tensor on the CPU to a number, which needs no synchronization and mixes no devices."""
     if isinstance(value, (tuple, list)):
         return tuple(map(as_number, value))
     if not isinstance(value, Tensor):
@@ -345,7 +344,7 @@ def as_number(value: Any) -> Any:
 
 
 def _check_form(name: str, option: str, value: Any) -> None:
-    """Raise for the forms of a hyper-parameter that an optimizer's group has no use for."""
+    """Raise an error for a form of a hyperparameter that the group of an optimizer does not support."""
     if isinstance(value, (tuple, list)) and option.startswith(("betas", "ns_")):
         for item in value:
             _check_form(name, option, item)

@@ -6,27 +6,28 @@ from collections.abc import Iterator
 
 from metagrad.core.tree import Params
 from metagrad.optim.first_order.adam import AdamRule
-from metagrad.optim.torch_optim.optimizer import RuleOptimizer, Work
+from metagrad.optim.torch_optim.optimizer import ParamsWithGrad, RuleOptimizer
 from metagrad.optim.torch_optim.sparse_gradients import step_rows
-from metagrad.optim.torch_optim.state import Change
+from metagrad.optim.torch_optim.state import PendingUpdate
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupled")):
-    r"""Optimize embedding tables by Adam, exactly, at the cost of the rows touched so far.
+    r"""Optimize embedding tables by exact Adam, at the cost of the rows that had a gradient so far.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
         w_t &= w_{t-1} - \eta \, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    A row that was ever touched moves at every step, because its momentum does. A row that never was stays, as in the
-    dense optimizer. So the table equals that of ``torch.optim.Adam`` on dense gradients. ``torch.optim.SparseAdam``
-    lets the averages of untouched rows stand still, and is another optimizer. The state holds the rows touched so
-    far. Dense gradients are taken as well; ``torch.optim.Adam`` takes the same steps faster there.
+    After its first gradient, a row moves at every step, because its momentum does. Other rows stay, as in the dense
+    optimizer. So the table equals a table trained by ``torch.optim.Adam`` on dense gradients.
+    ``torch.optim.SparseAdam`` is a different optimizer, which freezes the averages of rows without a gradient. The
+    state holds only the rows that had a gradient. Dense gradients are supported, but ``torch.optim.Adam`` is faster
+    for them.
 
     Raises:
-        ValueError: A hyper-parameter is out of its range.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        ValueError: A hyperparameter is out of its range.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
         >>> from metagrad.optim import SparseAdam
@@ -43,8 +44,8 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
 
     takes_rows = True
 
-    def _changes(self, work: Work) -> Iterator[Change]:
-        """Compute a step; of a table that has had row-sparse gradients, one of its rows."""
+    def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
+        """Compute a step. A table that has had row-sparse gradients takes a step of its rows."""
         group, params, grads = work
         dense: tuple[Params, Params] = ({}, {})
         for key, p in params.items():
@@ -53,4 +54,4 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
                 yield step_rows(self._rule(group), key, p, g, kept)
             else:
                 dense[0][key], dense[1][key] = p, g
-        yield from super()._changes(Work(group, *dense))
+        yield from super()._updates(ParamsWithGrad(group, *dense))

@@ -1,4 +1,4 @@
-"""Sparse gradients: as optimizers read them, and a step of the rows that they touch."""
+"""Sparse gradients of optimizers, and a step of their rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from metagrad.core.tree import widened
 from metagrad.optim.rule import Rule
-from metagrad.optim.torch_optim.state import Change, ParameterState, apart, joined
+from metagrad.optim.torch_optim.state import ParameterState, PendingUpdate, apart, joined
 from metagrad.sparse.kernels.products import coalesced
 from metagrad.sparse.tables.row_sparse import RowSparse, gather_rows
 
 
 def as_rows(gradient: Tensor) -> Tensor:
-    """Convert the COO gradient of torch's sparse embedding to RowSparse, detached as torch cuts it; others pass."""
+    """Convert the COO gradient of a sparse embedding to a detached RowSparse. Return other gradients unchanged."""
     if gradient.layout != torch.sparse_coo:
         return gradient
     if gradient.sparse_dim() != 1:
@@ -25,8 +25,8 @@ def as_rows(gradient: Tensor) -> Tensor:
     return RowSparse(gradient.indices()[0], gradient.values(), gradient.shape)
 
 
-def step_rows(rule: Rule, key: str, table: Tensor, gradient: Tensor, kept: ParameterState) -> Change:
-    """Compute a step of the rows of a table that were ever touched, which is what the dense rule moves.
+def step_rows(rule: Rule, key: str, table: Tensor, gradient: Tensor, kept: ParameterState) -> PendingUpdate:
+    """Compute a step of the rows that ever had a gradient, which are the rows that the dense rule moves.
 
     The state has a slot ``rows``, int64 and ascending. Every other slot holds only these rows.
     """
@@ -41,18 +41,18 @@ def step_rows(rule: Rule, key: str, table: Tensor, gradient: Tensor, kept: Param
         state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))}, values)
     own = gather_rows(gradient, rows, unique=True) if isinstance(gradient, RowSparse) else gradient
     moved, state = rule.update({key: widened(own)}, state, values)
-    return Change({key: table}, moved, {key: {**apart(state, [key])[key], "rows": rows}}, rows)
+    return PendingUpdate({key: table}, moved, {key: {**apart(state, [key])[key], "rows": rows}}, rows)
 
 
 def _known_rows(kept: ParameterState, table: Tensor) -> Tensor:
-    """Return the rows that the state holds: of a table whose gradients were dense, all of them."""
+    """Return the rows that the state holds, which are all rows after a dense gradient."""
     if "step" not in kept:
         return torch.empty(0, dtype=torch.int64, device=table.device)
     return kept["rows"] if "rows" in kept else torch.arange(len(table), device=table.device)
 
 
 def _grown(fresh: object, key: str, kept: ParameterState, places: Tensor) -> ParameterState:
-    """Put what is kept of rows into the state of more of them."""
+    """Copy the state of known rows into the state of more rows."""
     grown = dict(kept)
     for field, value in fresh._asdict().items():  # type: ignore[attr-defined]
         if isinstance(value, dict):

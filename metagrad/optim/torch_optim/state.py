@@ -1,4 +1,4 @@
-"""The state of a rule, kept by parameter as ``torch.optim`` keeps it, and one step, written when all is finite."""
+"""The state of a rule, stored by parameter as in ``torch.optim``, and a step that is written if it is finite."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from metagrad.core.tree import Params, tree_leaves, widened
 from metagrad.optim.rule import Rule
 
 ParameterState: TypeAlias = dict[str, Any]
-"""What an optimizer keeps of one parameter: the ``step`` that it is at, and a tensor or tree for each slot."""
+"""The state of one parameter: its number of steps, ``step``, and a tensor or pytree for each slot."""
 
 
 def joined(rule: Rule, states: Mapping[str, ParameterState], params: Params) -> Any:
-    """Put the state of a rule together from those of parameters at one step; what they lack is begun.
+    """Combine the states of parameters into the state of a rule, and initialize missing slots.
 
-    Parameters lack everything before the first step, and later the slots of an option that was set meanwhile.
+    All slots are missing before the first step. Later a slot is missing if its option was set in between.
     """
     pattern = _pattern_of(rule)
     slots = [field for field, value in pattern._asdict().items() if isinstance(value, dict)]
@@ -39,14 +39,14 @@ _PATTERNS: weakref.WeakKeyDictionary[Rule, Any] = weakref.WeakKeyDictionary()
 
 
 def _pattern_of(rule: Rule) -> Any:
-    """Return the state of a rule that has no parameters; slots of an option that is off are None."""
+    """Return the state of a rule without parameters. A slot is None if its option is off."""
     if rule not in _PATTERNS:
         _PATTERNS[rule] = rule.init({})
     return _PATTERNS[rule]
 
 
 def apart(state: Any, keys: Iterable[str]) -> dict[str, ParameterState]:
-    """Take the state of a rule apart again, into those of the parameters."""
+    """Split the state of a rule into the states of its parameters."""
     fields = {field: value for field, value in state._asdict().items() if value is not None}
     return {
         key: {field: value[key] if isinstance(value, dict) else value for field, value in fields.items()}
@@ -93,16 +93,16 @@ def _loaded(value: Tensor, param: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Change:
+class PendingUpdate:
     """The new values and states of some parameters after a step, computed and not yet written.
 
     Attributes:
         params: The parameters.
-        moved: Their new values; of a table, those of ``rows``.
-        states: What is new in the state of each.
-        rows: Which rows of a table moved; None of whole parameters.
-        used: What else it was made of, and must be finite, by description.
-        implied: The slots that are finite where the other ones are.
+        moved: New values of the parameters, or of the ``rows`` of a table.
+        states: New entries of the state of each parameter.
+        rows: Rows of a table that move. None if whole parameters move.
+        used: Other inputs that must be finite, by description.
+        implied: Slots that are finite if all other slots are finite.
     """
 
     params: Params
@@ -113,7 +113,7 @@ class Change:
     implied: Collection[str] = ()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all that must be finite, with a description."""
+        """Yield all tensors that must be finite, with a description."""
         yield from self.used.items()
         for key, value in self.moved.items():
             yield f"the new value of {key!r}", value
@@ -126,7 +126,7 @@ class Change:
                         yield f"the new state {slot!r} of {key!r}", leaf
 
     def write(self, kept: MutableMapping[Tensor, ParameterState]) -> None:
-        """Write parameters in place, and their state into that of an optimizer."""
+        """Write parameters in place, and their state into the state of an optimizer."""
         for key, state in self.states.items():
             kept[self.params[key]].update(state)
         for key, value in self.moved.items():
@@ -137,9 +137,11 @@ class Change:
                 p.index_copy_(0, self.rows, value.to(p.dtype))
 
 
-def step_whole(rule: Rule, params: Params, grads: Params, states: Mapping[str, ParameterState]) -> Change:
+def step_whole(
+    rule: Rule, params: Params, grads: Params, states: Mapping[str, ParameterState]
+) -> PendingUpdate:
     """Compute a step of parameters that have taken the same number of steps."""
     values = {key: widened(p) for key, p in params.items()}
     state = joined(rule, states, values)
     moved, state = rule.update({key: widened(g) for key, g in grads.items()}, state, values)
-    return Change(params, moved, apart(state, params))
+    return PendingUpdate(params, moved, apart(state, params))

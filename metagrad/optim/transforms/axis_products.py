@@ -84,16 +84,15 @@ def axis_products(matrices: Mapping[str, Sequence[Tensor | None]], *, psd: bool 
     differentiated with respect to the matrices, the same ones for all stacked tasks.
 
     Args:
-        matrices: By the name of a parameter, a matrix ``[n, n]`` for each of its axes; a vector ``[n]`` is a
-            diagonal, None the identity. Fewer matrices than axes take the last axes together as one, so that three
-            for a convolution ``[out, in, height, width]`` are those of outputs, inputs and the filter. Any may
-            require grad.
+        matrices: By the name of a parameter, a matrix ``[n, n]`` for each of its axes. A vector ``[n]`` is a
+            diagonal, and None is the identity. If there are fewer matrices than axes, the last axes count as one. So
+            a convolution ``[out, in, height, width]`` with three matrices has one for outputs, inputs and the filter.
+            Any matrix may require grad.
         psd: Multiply by :math:`M^\top M`, which is positive semi-definite, in place of :math:`M`.
 
     Raises:
         TypeError: ``matrices`` is not a mapping of sequences of tensors.
-        ValueError: In ``init``, there is a parameter without an entry, or an entry without a parameter; in
-            ``transform``, a matrix does not fit its axis.
+        ValueError: Parameters and entries differ, or a matrix does not fit its axis.
 
     Example:
         >>> rules = metagrad.optim.rules

@@ -14,8 +14,8 @@ class ChainState(NamedTuple):
     """The state of :class:`Chain`.
 
     Attributes:
-        transforms: The states of the transforms.
-        rule: That of the rule.
+        transforms: States of the transforms.
+        rule: State of the rule.
     """
 
     transforms: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Chain(RuleNode):
 
 
 def chain(*links: Transform | Rule) -> Chain:
-    """Make a rule of transforms of gradients, one after the other, and the rule that takes the last of them.
+    """Make a rule that applies transforms to the gradients, in order, and then another rule.
 
     Args:
         *links: Transforms, such as :func:`clip_by_norm`, and at the end a rule. A transform has ``init(params)`` and
@@ -80,7 +80,7 @@ def chain(*links: Transform | Rule) -> Chain:
 
 
 def check_rule(call: str, rule: object, name: str = "rule") -> None:
-    """Refuse what has no ``init`` and no ``update`` of three arguments."""
+    """Raise ``TypeError`` unless an object has ``init`` and an ``update`` of three arguments."""
     if isinstance(rule, type) and hasattr(rule, "update"):
         raise TypeError(
             f"{call}: {name} must be a rule, got the class {rule.__name__}. Call it, as in sgd(lr=0.1)."

@@ -67,16 +67,16 @@ class ClipByNorm(RuleNode):
 
 
 def clip_by_norm(max_norm: Hyperparameter) -> ClipByNorm:
-    r"""Make the transform that shortens gradients that are too long, for :func:`chain`.
+    r"""Make the transform that scales down gradients with a large norm, for :func:`chain`.
 
     .. math:: g \leftarrow g \, \min(1, \, c / \|g\|)
 
-    with the Euclidean norm over all parameters; with tasks stacked, that of each task. Unlike
-    ``torch.nn.utils.clip_grad_norm_`` it adds nothing to the norm. It can be differentiated, also at a gradient of
-    zero, which stays what it is.
+    with the Euclidean norm over all parameters. If tasks are stacked, each task has its own norm. Unlike
+    ``torch.nn.utils.clip_grad_norm_``, it adds nothing to the norm. It is differentiable, also at a gradient of zero,
+    which stays zero.
 
     Args:
-        max_norm: The longest that a gradient may be, :math:`c`: a number, a tensor that may require grad, or a value
+        max_norm: Largest norm of a gradient, :math:`c`: a number, a tensor that may require grad, or a value
             for each step.
 
     Raises:

@@ -16,8 +16,8 @@ class MaskState(NamedTuple):
     """The state of :class:`Mask`.
 
     Attributes:
-        rule: The state of the rule.
-        other: The state of the rule of the others; None if they stay.
+        rule: State of ``rule``.
+        other: State of ``other``. None if there is no such rule.
     """
 
     rule: Any
@@ -56,7 +56,7 @@ class Mask(RuleNode):
         return {key: both[key] for key in params}, MaskState(rule_state, other_state)
 
     def _split(self, tensors: Params) -> tuple[Params, Params]:
-        """Return the tensors that are named, and the others."""
+        """Return the tensors whose names match, and the remaining ones."""
         parts: tuple[Params, Params] = ({}, {})
         for key, tensor in tensors.items():
             is_named = (
@@ -69,16 +69,16 @@ class Mask(RuleNode):
 def mask(
     rule: Rule, names: str | Sequence[str] | Callable[[str], bool], *, other: Rule | None = None
 ) -> Mask:
-    """Make a rule for the parameters that are named; the others stay, or have a rule of their own.
+    """Make a rule for some parameters by name. Other parameters stay, or have another rule.
 
     Args:
-        rule: The rule of the parameters that are named.
-        names: Names, or patterns of names with ``*``, ``?`` and ``[...]`` as in file names, where ``*`` crosses dots;
-            or a function that says of a name whether it is meant.
-        other: The rule of the others; None leaves them as they are.
+        rule: Rule of the parameters whose names match.
+        names: Names, or patterns with ``*``, ``?`` and ``[...]`` as in file names, where ``*`` matches dots. A
+            function of a name that returns a bool works as well.
+        other: Rule of the other parameters. None leaves them unchanged.
 
     Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``. Hyper-parameters by parameter name
+        A frozen rule with ``init(params)`` and ``update(grads, state, params)``. Hyperparameters by parameter name
         have one entry for each parameter that their rule has.
 
     Raises:

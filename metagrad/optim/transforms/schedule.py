@@ -1,4 +1,4 @@
-"""Hyper-parameters as functions of the step."""
+"""Hyperparameters as functions of the step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Schedule(RuleNode):
         rule = self._at(0)
         for name, _ in self.functions:
             if isinstance(getattr(rule, name), (int, float)):
-                # What starts at the number 0 would not count as used, and a state never changes its structure.
+                # A value of 0 would count as unused, but the structure of a state must not change later.
                 rule = dataclasses.replace(rule, **{name: torch.ones(())})  # type: ignore[type-var]
         return ScheduleState(0, rule.init(params))
 
@@ -58,23 +58,23 @@ class Schedule(RuleNode):
 
 
 def schedule(rule: Rule, **values: Callable[[Any], Hyperparameter] | Hyperparameter) -> Rule:
-    r"""Make a rule whose hyper-parameters are functions of the step, or have one value for each.
+    r"""Make a rule whose hyperparameters are functions of the step, or have one value for each step.
 
     .. math:: w_{t+1} = \mathrm{update}_{h(t)}(w_t), \qquad t = 0, 1, \dots
 
     Args:
-        rule: Any rule that has these hyper-parameters itself. To schedule one within a chain or a mask, schedule it
+        rule: Any rule that has these hyperparameters itself. To schedule one within a chain or a mask, schedule it
             there: ``chain(clip_by_norm(1.0), schedule(adam(), lr=...))``.
-        **values: By the name of a hyper-parameter, a function of the number of steps taken before, 0 at first, that
-            returns a number or a tensor, which may require grad; or a tensor ``[steps]``, as the rule itself takes.
-            The function must not depend on more than its argument. In a compiled loop that is a 0-d tensor: then
-            write arithmetic, and no ``if``.
+        **values: By the name of a hyperparameter, a function of the number of steps so far, which starts at 0. It
+            returns a number or a tensor, which may require grad. A tensor ``[steps]`` works as for the rule itself.
+            The function must depend only on its argument. In a compiled loop the argument is a 0-d tensor, so use
+            arithmetic instead of ``if``.
 
     Returns:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
 
     Raises:
-        ValueError: The rule has no hyper-parameter of that name, or a value is out of its range.
+        ValueError: The rule has no hyperparameter of that name, or a value is out of its range.
         TypeError: ``rule`` is not a rule.
 
     Example:
@@ -88,7 +88,7 @@ def schedule(rule: Rule, **values: Callable[[Any], Hyperparameter] | Hyperparame
 
     References:
         Loshchilov, Hutter, "SGDR: stochastic gradient descent with warm restarts", ICLR 2017, for schedules of the
-        step size; Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible
+        learning rate; Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible
         learning", ICML 2015, section 3.1, for learning one.
     """
     check_rule("schedule(rule, ...)", rule)
@@ -96,7 +96,7 @@ def schedule(rule: Rule, **values: Callable[[Any], Hyperparameter] | Hyperparame
     for name in values:
         if name not in known:
             raise ValueError(
-                f"schedule(rule, {name}=...): {type(rule).__name__} has no hyper-parameter of that name, it has "
+                f"schedule(rule, {name}=...): {type(rule).__name__} has no hyperparameter of that name, it has "
                 f"{list(known)}. Within a chain, schedule the rule itself."
             )
     functions = {name: value for name, value in values.items() if callable(value)}

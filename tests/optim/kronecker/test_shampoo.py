@@ -107,7 +107,7 @@ def test_a_grafted_step_has_the_length_of_adams():
 
 
 def test_derivatives_are_right_at_equal_eigenvalues():
-    """At a multiple of an orthogonal matrix all eigenvalues of L and R are equal, and those of eigh would be NaN."""
+    """At a multiple of an orthogonal matrix all eigenvalues of L and R are equal. The derivative of eigh is NaN."""
     g = (2 * torch.linalg.qr(draw({"w": (3, 3)})["w"])[0]).requires_grad_()
     rule = shampoo(0.1, eps=0.1)
     assert mg.gradcheck(lambda g: steps(rule, {"w": torch.zeros_like(g)}, [g, g])[0], (g,), order=2)

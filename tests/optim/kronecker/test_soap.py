@@ -98,7 +98,7 @@ def test_derivatives_are_finite_where_eigenvalues_are_equal(value):
 
 
 def test_derivatives_are_right_where_statistics_have_no_full_rank():
-    """Which eigenvectors a decomposition gives of a null space is arbitrary; the shift makes a choice of them."""
+    """The eigenvectors of a null space are arbitrary. The shift selects them smoothly."""
     g = draw({"w": (5, 2)})["w"].requires_grad_()
     others = gradients_of((5, 2), num=2)
     rule = soap(0.1, basis_every=1, eps=1e-2, shift=1e-2)
@@ -106,7 +106,7 @@ def test_derivatives_are_right_where_statistics_have_no_full_rank():
     def moved(g):
         return steps(rule, {"w": torch.zeros_like(g)}, [g, *others])[0]
 
-    assert mg.gradcheck(moved, (g,), order=2, eps=5e-6)  # the shift is the scale on which it bends
+    assert mg.gradcheck(moved, (g,), order=2, eps=5e-6)  # the step is curved at the scale of the shift
 
 
 @pytest.mark.parametrize("name", ["basis_every", "max_size"])

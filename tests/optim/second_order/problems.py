@@ -27,7 +27,7 @@ def quartic_hessian(w: Tensor) -> Tensor:
 
 
 def rosenbrock(w: Tensor) -> Tensor:
-    """More, Garbow, Hillstrom, problem 21; in two dimensions it is Rosenbrock's."""
+    """More, Garbow, Hillstrom, problem 21. In two dimensions it is Rosenbrock's."""
     x, y = w[::2], w[1::2]
     return (100 * (y - x**2) ** 2 + (1 - x) ** 2).sum()
 

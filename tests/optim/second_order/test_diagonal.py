@@ -28,7 +28,7 @@ def quartic(w):
     return (torch.tensor(C, dtype=F64) * w**4 / 12).sum()
 
 
-def known_diagonal(self, group, params, grads, losses, generator, *, retain_graph):
+def known_diagonal(self, samples, params, graph, generator):
     return [torch.tensor(C, dtype=F64) * p.detach() ** 2 for p in params]
 
 
@@ -55,7 +55,7 @@ def assert_steps(opt, w, expected_step, steps):
     ids=str,
 )
 def test_adahessian_is_the_papers_formula(options):
-    """Algorithm 1 and equations 8 to 12; of a diagonal Hessian, a probe of signs is exact."""
+    """Algorithm 1 and equations 8 to 12. A probe of signs is exact for a diagonal Hessian."""
     given = {"lr": 0.15, "betas": (0.9, 0.999), "eps": 1e-4, "weight_decay": 0.0, "hessian_power": 1.0}
     at = {**given, **options, "lr": float(options.get("lr", 0.15))}
     (b1, b2), k, sign = at["betas"], at["hessian_power"], -1 if at.get("maximize") else 1
@@ -122,7 +122,7 @@ def logits(w):
 
 
 def observed(weight=1.0):
-    """Return parameters, their gradient on the tape, and the loss of known form."""
+    """Return parameters, their differentiable gradient, and the loss of known form."""
     w = draw(2, 3).requires_grad_()
     value, known = evaluate(F.cross_entropy, logits(w), Y)
     grads = torch.autograd.grad(value, [w], create_graph=True)

@@ -34,7 +34,7 @@ def made(make):
 
 
 def block(factors):
-    """Return the matrix that acts on a gradient ``[outputs, inputs]``, flattened by rows."""
+    """Return the matrix that acts on a flattened gradient ``[outputs, inputs]``."""
     return torch.kron(factors.outputs, factors.inputs)
 
 
@@ -81,7 +81,7 @@ def test_a_linear_model_with_a_squared_error_is_exact(bias):
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_blocks_of_a_deep_linear_network_are_exact(depth):
-    """Gradients do not depend on inputs there, so that the expectation of the product is that of the factors."""
+    """Gradients do not depend on inputs, so the expectation of the product is the product of expectations."""
     sizes = ((3, 4), (4, 3), (3, 2))
     model = made(lambda: nn.Sequential(*[nn.Linear(*size, bias=False) for size in sizes]))
     x = drawn(6, 3)
@@ -143,7 +143,7 @@ def eigenvectors_of(factors):
 @pytest.mark.parametrize("positions", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_corrected_eigenvalues_are_never_worse(positions, seed):
-    """In Frobenius norm, to the empirical Fisher matrix of the same examples; and they are the best in the basis."""
+    """The distance is in Frobenius norm, to the empirical Fisher matrix. The moments are optimal in their basis."""
     a, g = drawn(9, positions, 4, seed=seed), drawn(9, positions, 3, seed=seed + 100)
     g = g * (1 + a[..., :1] ** 2)  # gradients that depend on inputs
     gradients = (g.mT @ a).flatten(1) * 9

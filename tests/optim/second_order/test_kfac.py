@@ -1,4 +1,4 @@
-"""What is K-FAC's own: its steps, its hooks, and the layers that it knows."""
+"""K-FAC: steps, hooks and supported layers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_factors_are_averages_and_inverses_are_renewed_at_intervals():
 
 @pytest.mark.parametrize("maximize", [False, True])
 def test_velocities_are_shortened_as_directions_are(maximize):
-    """W moves by eta nu (mu V + D); velocities of their own length would carry steps beyond ``kl_clip``."""
+    """W moves by eta nu (mu V + D). Unscaled velocities would carry steps beyond ``kl_clip``."""
     layer = nn.Linear(1, 1, bias=False, dtype=F64)
     opt = KFAC(layer, lr=0.5, momentum=0.9, kl_clip=1e-3, inverse_every=100, maximize=maximize)
     w, velocity, block = layer.weight.detach().clone(), 0.0, opt.state[layer.weight]
@@ -286,7 +286,7 @@ def test_groups_have_one_kind_of_labels():
 
 
 def test_the_sum_of_losses_takes_the_step_of_their_mean_at_damping_to_scale():
-    """The gradient and the Fisher matrix of a sum are N times those of the mean."""
+    """A sum has N times the gradient and the Fisher matrix of the mean."""
 
     def summed(model, opt):
         x, y = batch(F64)
@@ -297,7 +297,7 @@ def test_the_sum_of_losses_takes_the_step_of_their_mean_at_damping_to_scale():
 
 
 def test_drawn_labels_give_the_gauss_newton_matrix():
-    """Of half the squares of a linear model it is X^T X / N, and one step is Newton's but for the labels' noise."""
+    """For half the squares of a linear model it is X^T X / N. One step is Newton's, up to the noise of labels."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4000, 3, generator=generator, dtype=F64)
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=F64)

@@ -1,4 +1,4 @@
-"""L-BFGS beside torch's: the same calls of the closure to the same loss."""
+"""L-BFGS against torch's: the same number of calls of the closure for the same loss."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_without_a_line_search_a_step_iterates_as_torchs_does():
 
 
 def test_directions_of_a_window_that_slides_over_its_buffers():
-    """Those of BFGS in dense matrices by the last pairs, none of which is written after it was given out."""
+    """Directions equal dense BFGS with the last pairs. Returned pairs are never overwritten."""
     torch.manual_seed(0)
     n, most = 5, 3
     root = torch.randn(n, n, dtype=F64)

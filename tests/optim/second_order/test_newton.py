@@ -1,4 +1,4 @@
-"""Optimizers that look at the loss again: what a closure is called for, and what it leaves behind."""
+"""Optimizers that evaluate the loss again: the calls of a closure and their side effects."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_network_learns(make):
 
 @pytest.mark.parametrize("make", [GaussNewton])
 def test_the_first_step_moves(make):
-    """Where the damping begins too small, the step is made shorter, and no product is wasted."""
+    """If the initial damping is too small, the step is shortened, and no product is wasted."""
     torch.manual_seed(0)
     model, loss_of = tanh_classifier()
     opt = make(model.parameters(), damping=1e-8)
@@ -118,7 +118,7 @@ def test_looking_at_the_loss_again_leaves_no_trace(make):
 
 
 class Averaging(nn.Module):
-    """A layer of which a buffer is set anew at every call."""
+    """A layer that replaces a buffer at every call."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +174,7 @@ def test_buffers_given_by_functional_call_move_once_a_step():
 
 
 def coupled(ws):
-    """(a + b + c)^2 + 0.01 |(a, b, c)|^2, as least squares: all of the curvature is between the parameters."""
+    """Return (a + b + c)^2 + 0.01 |(a, b, c)|^2, whose curvature is between the parameters."""
     residuals = torch.cat([sum(ws), 0.1 * torch.cat(ws)])
     return F.mse_loss(residuals, torch.zeros_like(residuals), reduction="sum")
 
@@ -222,7 +222,7 @@ def test_a_group_of_step_size_zero_stays_and_the_others_step_as_alone(make):
 
 @pytest.mark.parametrize("make", SHARED_SYSTEM)
 def test_groups_have_their_own_lr_damping_and_weight_decay(make):
-    """s = -L (A + D + W)^-1 (g + W w) with diagonal L, D, W; the ratio is that of s, of the loss with its penalty."""
+    """The step is s = -L (A + D + W)^-1 (g + W w) with diagonal L, D, W. The ratio includes the penalty."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 3, generator=generator, dtype=F64)
     w = torch.tensor([1.0, -2.0, 0.5], dtype=F64)
@@ -277,7 +277,7 @@ def test_step_sizes_that_turn_the_step_uphill_give_way_to_the_least():
 
 @every
 def test_weight_decay_is_part_of_the_objective(make):
-    """The minimum is that of the loss with its penalty, and steps there are none."""
+    """Steps converge to the minimum of the loss with its penalty."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 3, generator=generator, dtype=F64)
     w = torch.zeros(3, dtype=F64, requires_grad=True)
@@ -404,7 +404,7 @@ def test_a_parameter_that_joins_begins_the_group_anew():
 
 
 def test_a_known_loss_written_by_hand_gives_the_same_steps():
-    """Cross-entropy as logsumexp, with a weight of its own in the whole, beside a penalty."""
+    """The loss is a weighted cross-entropy, written by logsumexp, and a penalty."""
     results, (x, y) = [], batch(F64)
     for by_hand in (False, True):
         model = network(F64)

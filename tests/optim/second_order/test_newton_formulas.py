@@ -100,7 +100,7 @@ def test_gauss_newton_is_marquardts(damping):
 
 @pytest.mark.parametrize("maximize", [False, True])
 def test_the_fisher_matrix_is_a_metric(maximize):
-    """Amari 1998, with X^T diag(p (1 - p)) X / N of a logistic regression; where one climbs, it is the same."""
+    """Amari 1998, with X^T diag(p (1 - p)) X / N of a logistic regression. Climbing uses the same matrix."""
     x, y = logistic_data()
     expected = torch.zeros(3, dtype=F64)
     w = expected.clone().requires_grad_()
@@ -187,7 +187,7 @@ def dense(matrix):
     if matrix == "hessian":
         return torch.func.hessian(lambda v: loss(output(v)))(flat)
     J, z = torch.func.jacrev(output)(flat), output(flat)
-    return J.T @ torch.func.hessian(loss)(z) @ J  # of a softmax, the Fisher matrix too
+    return J.T @ torch.func.hessian(loss)(z) @ J  # also the Fisher matrix of a softmax
 
 
 @pytest.mark.parametrize("batches", [1, 5])

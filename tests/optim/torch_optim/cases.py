@@ -1,4 +1,4 @@
-"""The optimizers, as one table: adding an optimizer means adding a row, and every shared invariant holds for it."""
+"""The table of optimizers. A new optimizer needs a new row, and the shared tests check it."""
 
 from __future__ import annotations
 
@@ -29,32 +29,30 @@ from metagrad.optim import (
 )
 
 Trait = Literal[
-    "sparse",  # takes the row-sparse gradients of tables; others raise an error
-    "matrices",  # takes matrices alone, and refuses other parameters
-    "model",  # is made of a model, whose layers it hooks; warns of modules that it does not know
+    "sparse",  # supports row-sparse gradients of tables. Other optimizers raise an error
+    "matrices",  # supports only matrices, and raises an error for other parameters
+    "model",  # takes a model and hooks its layers, with a warning for unsupported modules
     "backward",  # has `opt.backward(loss)` and `opt.recording()`, which see the graph of the loss
-    "told",  # needs one of these where there is no closure, and refuses a step after `loss.backward()`
+    "told",  # needs one of these without a closure. A step after `loss.backward()` raises an error
     "known loss",  # needs a loss of known form, computed in a closure or within `opt.recording()`
-    "drawn labels",  # draws labels for each backward pass: curvature of micro-batches is not that of the batch
-    "twice",  # multiplies with second derivatives, and refuses graphs whose second derivatives are wrong
+    "drawn labels",  # samples labels for each backward pass, so micro-batches have another curvature
+    "twice",  # uses second derivatives, and raises an error if the graph has wrong ones
     "seed",  # draws random numbers of its own
     "calls again",  # as torch.optim.LBFGS does: closures return the loss, and write the gradients of others again
-    "one vector",  # of a group: one dtype, and a parameter that joins begins the group anew
+    "one vector",  # a group has one dtype. A parameter that joins later resets the group
 ]
 
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, its traits, and settings at which it descends on two problems."""
+    """An optimizer with its traits, and its settings for two problems."""
 
     make: type[Any]
     traits: frozenset[Trait]
     rosenbrock: dict[str, Any]
     network: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)  # in all settings
-    by_hand: dict[str, Any] = field(
-        default_factory=dict
-    )  # without these, steps without a closure are refused
+    by_hand: dict[str, Any] = field(default_factory=dict)  # needed for steps without a closure
     variant: str = ""
     like: str = ""  # the row of the same loops and states, which stands for this one
 
@@ -154,7 +152,7 @@ CASES = [
 
 
 def of_cases(holds: Callable[[Case], bool]) -> pytest.MarkDecorator:
-    """Run a test for some rows, without those for which others stand."""
+    """Run a test for some rows, without rows that are like another one."""
     rows = [case for case in CASES if holds(case) and not case.like]
     return pytest.mark.parametrize("case", rows, ids=str)
 
@@ -185,13 +183,13 @@ def values_of(one: nn.Linear) -> list[float]:
 
 
 def quadratic(one: nn.Linear) -> Tensor:
-    """A convex quadratic of condition number 25, as least squares; its minimum is 0, at 1."""
+    """Return a convex quadratic of condition number 25, as least squares. Its minimum is 0, at 1."""
     x = torch.diag(torch.tensor([1.0, 5.0], dtype=one.weight.dtype))
     return F.mse_loss(one(x), x.sum(1, keepdim=True), reduction="sum")
 
 
 def rosenbrock(one: nn.Linear) -> Tensor:
-    """The banana, as least squares; its minimum is 0, at (1, 1)."""
+    """Return Rosenbrock's function, as least squares. Its minimum is 0, at (1, 1)."""
     x, y = one(torch.eye(2)).flatten()
     residuals = torch.stack([1 - x, 10 * (y - x**2)])
     return F.mse_loss(residuals, torch.zeros_like(residuals), reduction="sum")
@@ -244,7 +242,7 @@ def run(opt: Any, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
 
 
 def steps_of(case: Case, number: int) -> int:
-    """Say how many steps are enough; those with the curvature of all parameters are dear, and few are needed."""
+    """Return the number of steps of a test. Newton's method needs few, and they are expensive."""
     return number // 5 if "one vector" in case.traits else number
 
 
@@ -276,7 +274,7 @@ def snapshot(model: nn.Module) -> list[Tensor]:
 
 
 def tensors_of(opt: torch.optim.Optimizer) -> list[Tensor]:
-    """List what an optimizer keeps of its parameters; rules replace these, and never write into them."""
+    """List the tensors in the state of an optimizer. Steps replace these tensors."""
     kept = [value for state in opt.state.values() for value in state.values()]
     return [value for value in kept if isinstance(value, Tensor)]
 

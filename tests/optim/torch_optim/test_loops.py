@@ -34,7 +34,9 @@ from tests.optim.torch_optim.cases import (
 )
 
 F64 = torch.float64
-takes_gradients = of_cases(lambda case: case.traits & traits("told", "one vector"))  # by itself, in closures
+takes_gradients = of_cases(
+    lambda case: case.traits & traits("told", "one vector")
+)  # without torch's backward, in closures
 
 
 def after(case, loop, **options):
@@ -324,7 +326,7 @@ def test_leaves_of_others_get_their_gradients(case):
 
 @takes_gradients
 def test_gradients_of_two_parameters_are_two_tensors(case):
-    """Autograd hands the same tensor to both operands of a sum; clipped in place it must be clipped once."""
+    """Autograd gives the same tensor to both operands of a sum. Clipping in place must not clip it twice."""
     a, b = layer(1.0, 1.0), layer(1.0, 1.0)
     opt = optimizer(case, nn.ModuleList([a, b]))
     with opt.recording():
@@ -357,7 +359,7 @@ def test_zeroed_gradients_take_their_curvature_along(case):
 
 @having("backward")
 def test_gradients_that_are_dropped_take_losses_and_curvature_along(case):
-    """A loop that leaves a batch out resets gradients by the model, of which the optimizer is not told."""
+    """A loop that leaves out a batch resets gradients by the model, without the optimizer."""
 
     def ends(weight):
         def loop(model, opt):
@@ -384,7 +386,7 @@ def test_a_defect_of_the_graph_is_refused(case):
         opt.backward(table(torch.tensor([0, 0, 2])).pow(2).sum())
 
 
-# Of memory ----------------------------------------------------------------------------------------------------
+# Memory ----------------------------------------------------------------------------------------------------
 
 
 def watched(model):
@@ -493,11 +495,11 @@ def test_backward_frees_the_graph_that_a_loop_holds():
     left = [t for ref in alive if (t := ref()) is not None and t.data_ptr() not in params]
     assert (
         sum(t.nbytes for t in left) <= 2 * 12 * 3 * 4 + 16
-    )  # what the loss itself keeps; a hidden layer is 12 * 64 * 4
+    )  # size of the loss itself. A hidden layer is 12 * 64 * 4
     assert loss.grad_fn is not None
 
 
-# Of mixed precision -------------------------------------------------------------------------------------------
+# Mixed precision -------------------------------------------------------------------------------------------
 
 
 def scaler():
@@ -528,7 +530,7 @@ def test_grad_scaler_unscaled_before(case):
     assert_near(after(case, loop, **case.by_hand), after(case, by_closure, **case.by_hand))
 
 
-@of_cases(lambda case: case.traits & traits("told", "model"))  # others take gradients alone
+@of_cases(lambda case: case.traits & traits("told", "model"))  # others use only gradients
 def test_grad_scaler_unscaled_before_without_being_told_is_refused(case):
     model = network(F64)
     opt = optimizer(case, model, **case.by_hand)

@@ -1,4 +1,4 @@
-"""What is not finite changes nothing: neither parameters nor state."""
+"""NaN and Inf change neither parameters nor state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bad_curvature(case, model, opt):
     if "known loss" in case.traits:
         opt.step(closure_of(opt, lambda: F.cross_entropy(finite_once(model(x)), y)))
     elif "model" in case.traits:
-        x[0] = 1e30  # its square overflows; the gradient behind a tanh that is 1 is zero
+        x[0] = 1e30  # its square overflows, and the gradient behind a tanh of 1 is zero
         opt.step(closure_of(opt, lambda: F.cross_entropy(model(x), y)))
     else:
         opt.step(closure_of(opt, lambda: F.cross_entropy(model(x), y) + kink(model.second.weight)))
@@ -77,7 +77,7 @@ def finite_once(output):
 
 
 def kink(w):
-    """Zero, and so is its gradient; its second derivative is infinite."""
+    """Return zero, with a gradient of zero and an infinite second derivative."""
     return (w - w.detach()).abs().pow(1.5).sum()
 
 
@@ -174,7 +174,7 @@ def test_large_gradients_whose_norm_overflows_are_finite():
     assert w.tolist() == [0.75, 0.75, 0.75]
 
 
-def test_a_factorisation_that_fails_leaves_parameters_of_other_groups_where_they_were():
+def test_a_factorization_that_fails_leaves_parameters_of_other_groups_where_they_were():
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
     opt = KFAC(model, params=[{"params": [p]} for p in model.parameters()])
     opt.param_groups[1]["damping"] = 0.0
@@ -196,7 +196,7 @@ FACTORISING = {
 
 @modes
 @pytest.mark.parametrize("make", FACTORISING.values(), ids=FACTORISING)
-def test_a_factorisation_of_finite_numbers_that_fails_changes_nothing_and_is_counted(make, mode, monkeypatch):
+def test_a_factorization_of_finite_numbers_that_fails_changes_nothing_and_is_counted(make, mode, monkeypatch):
     def failing(*_, **__):
         raise torch.linalg.LinAlgError("the algorithm failed to converge")
 

@@ -1,4 +1,4 @@
-"""The order of calls in a loop: every optimizer takes the canonical step in each order, or says what to call."""
+"""The order of calls in a loop: every order gives the canonical step, or an error that names the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding tables, whose gradients are sparse: the rows touched so far move as those of the dense optimizer."""
+"""Embedding tables with sparse gradients: their rows move as with the dense optimizer."""
 
 from __future__ import annotations
 

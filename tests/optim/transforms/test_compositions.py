@@ -1,4 +1,4 @@
-"""Chains, clips, masks and schedules, against what they are composed of."""
+"""Chains, clips, masks and schedules, against their parts."""
 
 from __future__ import annotations
 
@@ -155,9 +155,9 @@ def test_a_schedule_may_set_betas_and_what_is_in_a_chain():
 
 
 def test_schedules_that_mean_nothing_are_refused():
-    with pytest.raises(ValueError, match=r"SGDRule has no hyper-parameter of that name, it has \['lr'"):
+    with pytest.raises(ValueError, match=r"SGDRule has no hyperparameter of that name, it has \['lr'"):
         schedule(sgd(0.1), beta=lambda t: t)
-    with pytest.raises(ValueError, match=r"Chain has no hyper-parameter of that name.*schedule the rule"):
+    with pytest.raises(ValueError, match=r"Chain has no hyperparameter of that name.*schedule the rule"):
         schedule(chain(sgd(0.1)), lr=lambda t: t)
     with pytest.raises(TypeError, match=r"schedule\(rule, ...\): rule must be a rule.*got float"):
         schedule(0.1, lr=lambda t: t)
