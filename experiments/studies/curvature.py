@@ -117,8 +117,9 @@ def measure(operator: Operator, config: Quantities, seed: int) -> tuple[dict[str
     for name, trace in traces.items():
         low, high = trace.interval(0.95)
         metrics |= {f"trace/{name}": trace.value.item(), f"trace/{name}_ci95": (high - low).item() / 2}
-    options: dict[str, Any] = {"vectors": False, "generator": generator, "max_matvecs": config.max_matvecs}
-    pairs = operator.eigenvalues(config.eigenvalues, rtol=config.rtol, **options)
+    pairs = operator.eigenvalues(
+        config.eigenvalues, rtol=config.rtol, max_matvecs=config.max_matvecs, generator=generator
+    )
     for i, (value, bound) in enumerate(zip(pairs.values, pairs.residuals, strict=True), start=1):
         metrics |= {f"eigenvalue/{i}": value.item(), f"eigenvalue/{i}_residual": bound.item()}
     steps, probes = config.density_steps, config.density_probes

@@ -285,8 +285,8 @@ def along(run: RunConfig, problem: Problem, optimizer: Any, step: int) -> dict[s
 
 def largest(operator: Operator) -> float:
     """Return the largest eigenvalue."""
-    options: dict[str, Any] = {"vectors": False, "generator": torch.Generator().manual_seed(0)}
-    return operator.eigenvalues(1, rtol=RTOL, max_matvecs=MAX_PRODUCTS, **options).values.item()
+    generator = torch.Generator().manual_seed(0)
+    return operator.eigenvalues(1, rtol=RTOL, max_matvecs=MAX_PRODUCTS, generator=generator).values.item()
 
 
 def trace(config: LandscapeConfig, problem: Problem, seed: int) -> dict[str, float]:
