@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,9 +200,7 @@ class MAML(nn.Module):
         if name in ("model", "loss_fn", "task_chunk") and "_stacking" in self.__dict__:
             self._forget()
 
-    def forward(
-        self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
-    ) -> MetaOutput:
+    def forward(self, batch: BatchLike, *, steps: int | None = None) -> MetaOutput:
         """Adapt to the support examples of every task, and evaluate on its query examples.
 
         The result is differentiable if grad mode is on. The inner steps also run under ``torch.no_grad()``.
@@ -244,9 +242,7 @@ class MAML(nn.Module):
             self.norm,
         )
 
-    def adapt(
-        self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
-    ) -> AdaptedModel:
+    def adapt(self, support: ExamplesLike, *, steps: int | None = None) -> AdaptedModel:
         """Adapt to the support examples of every task.
 
         Args:

@@ -10,10 +10,11 @@ from metagrad.tasks import Batch, Examples
 def _textbook(
     model, loss_fn, batch, *, lr, steps, order=2, names=None, start=None, truncate=None, weights=None
 ):
-    """The plain task loop, as every tutorial has it: the loss of each task.
+    """Return the loss of each task, by a plain loop as in tutorials.
 
-    The parameters of some names adapt, or all, from what ``start(model, x, y)`` returns. ``lr`` is one number, or one
-    for each step; the steps before the last ``truncate`` are constants; ``weights`` are of query losses on the way.
+    The parameters in ``names`` are adapted, or all parameters. They start from the values of ``start(model, x, y)``.
+    ``lr`` is a float, or a tensor with one rate for each step. Steps before the last ``truncate`` are constants.
+    ``weights`` are the weights of the query losses after each step.
     """
     losses = []
     for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
@@ -21,7 +22,7 @@ def _textbook(
             k: p for k, p in model.named_parameters() if p.requires_grad and (names is None or k in names)
         }
         if start is not None:
-            # Values of their own, so that inner gradients do not go through what was computed of others.
+            # Separate variables, so that inner gradients stop at the initial values.
             fast = {k: p.clone().requires_grad_() for k, p in {**fast, **start(model, x, y)}.items()}
         total = 0.0
         for t in range(steps):

@@ -21,7 +21,7 @@ def mlp():
 
 
 class Custom(nn.Module):
-    """A model whose forward only vmap can stack: tied weights, an own parameter, a residual."""
+    """A model that needs vmap: tied weights, a parameter of its own, a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def meta_gradient(loss, model):
 def assert_same(got, expected, rtol=1e-10):
     scale = max(float(e.abs().max()) for e in expected)
     for a, b in zip(got, expected, strict=True):
-        # A bias before BatchNorm has the exact gradient 0, so the scale is that of the whole gradient.
+        # A bias before BatchNorm has the exact gradient 0, so the tolerance uses the scale of the whole gradient.
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * scale)
 
 
@@ -78,7 +78,7 @@ REGRESSION = {"MLP": mlp, "custom forward": Custom, "tied weights": tied}
 
 
 def is_fast(model, steps, memory, task_chunk):
-    """Every memory mode for one model; every model with every graph stored."""
+    """Return whether a case is fast: one model with each policy, and each model with ``memory="full"``."""
     return steps == 5 and task_chunk != 3 and (memory == "full" or model == "MLP")
 
 
@@ -122,7 +122,7 @@ def test_first_order(textbook, regression, memory, task_chunk):
 
 
 def test_support_losses_at_first_order_have_a_gradient_where_steps_are_computed_again(regression):
-    """Steps whose graphs are freed say what to change; torch spoke of a second backward pass, in every mode."""
+    """If graphs are freed, the error names the argument to change."""
     model = mlp()
 
     def first_order(memory):
@@ -136,7 +136,7 @@ def test_support_losses_at_first_order_have_a_gradient_where_steps_are_computed_
 
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_the_hessian_of_the_meta_objective(textbook, regression, memory):
-    """A third derivative of the model, against that of the textbook loop."""
+    """A third derivative of the model equals the plain loop."""
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     params = list(model.parameters())
     maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=memory)
@@ -153,7 +153,7 @@ def test_the_hessian_of_the_meta_objective(textbook, regression, memory):
 @pytest.mark.parametrize("memory", ["full", "step"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False)])
 def test_the_hessian_through_a_norm_is_right(regression, norm, memory):
-    """The third derivatives of torch are wrong; those recomputed, or of stacked tasks, were so in silence."""
+    """Third derivatives of torch are incorrect, and recomputed or vectorized ones were silently incorrect."""
     model = nn.Sequential(nn.Linear(2, 4), norm, nn.Tanh(), nn.Linear(4, 3)).double()
     params = dict(model.named_parameters())
     vector = torch.randn(sum(p.numel() for p in params.values())).double()
@@ -334,7 +334,7 @@ def test_a_fallback_leaves_the_random_numbers_as_the_loop_draws_them(regression)
 def test_an_error_of_the_model_is_not_taken_for_one_of_vmap(regression):
     model = nn.Sequential(nn.Linear(7, 3)).double()
     maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=1)
-    with pytest.raises(RuntimeError, match="shapes"):  # and no warning: here warnings are errors
+    with pytest.raises(RuntimeError, match="shapes"):  # and no warning
         maml(regression)
 
 
@@ -353,7 +353,7 @@ def test_phases_are_reported_to_an_open_tracker(regression):
 
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_a_module_that_occurs_twice_in_a_model(textbook, regression, task_chunk):
-    """torch.func.functional_call leaves its values behind in such a model."""
+    """``torch.func.functional_call`` does not restore such a model."""
     written_out = Twice()
     model = nn.Sequential(written_out.enter, written_out.again, nn.Tanh(), written_out.again)
     maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk)

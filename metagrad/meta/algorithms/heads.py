@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,9 +91,7 @@ class HeadAlgorithm(nn.Module):
         """Return the logits ``[tasks, n, ways]`` of embeddings ``[tasks, n, features]``."""
         raise NotImplementedError
 
-    def forward(
-        self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
-    ) -> MetaOutput:
+    def forward(self, batch: BatchLike, *, steps: int | None = None) -> MetaOutput:
         """Fit the head to the support examples of every task, and evaluate it on the query examples.
 
         Args:
@@ -118,9 +115,7 @@ class HeadAlgorithm(nn.Module):
         counted = losses[~skipped] if self.nonfinite == "skip" else losses
         return MetaOutput(counted.mean(), losses, logits, found.losses, found.used, skipped, self.norm)
 
-    def adapt(
-        self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
-    ) -> AdaptedModel:
+    def adapt(self, support: ExamplesLike, *, steps: int | None = None) -> AdaptedModel:
         """Fit the head to the support examples of every task. The result holds the parameters of the heads.
 
         Raises:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,8 @@ _MEASURED = 3  # a loop of more inner steps is extrapolated
 
 def preflight(
     model: nn.Module,
-    loss_fn: LossFn | BatchLike | Sequence[Any] | Mapping[str, Any],
-    batch: BatchLike | Sequence[Any] | Mapping[str, Any] | None = None,
+    loss_fn: LossFn | BatchLike,
+    batch: BatchLike = None,
     *,
     order: int | None = None,
     inner: Rule | None = None,

@@ -107,7 +107,7 @@ class TaskExecutor:
             if chunk > 1 and (whole := self._one_graph(tasks, chunk)) is not None:
                 return Outcome(whole, skipped, chunk)
             check = GradientCheck(self._learned(), tasks, numbers, marks, self._again, self.name)
-            random = None if chunk == 1 or self.stacking.is_tried(structure) else RandomState()
+            random = None if chunk == 1 or structure in self.stacking.ran else RandomState()
             versions = buffer_versions(model)
             with check.inputs() as (params, rule):
                 self._begin()
@@ -122,7 +122,7 @@ class TaskExecutor:
                     results, chunk = self.compute(params, rule, tasks, 1), 1
                     self.stacking.give_up(structure, error)
             if chunk != 1:
-                self.stacking.note(structure)
+                self.stacking.ran.add(structure)
                 self._refuse_written(versions)
             results = check.outputs(results)
             finite = finite_tasks(results, self.nonfinite, self.name)

@@ -33,6 +33,7 @@ class Stacking:
     Attributes:
         task_chunk: Maximum number of tasks in one pass. None means all tasks.
         name: Name of the algorithm in warnings and errors.
+        ran: The structures whose tasks have run vectorized.
         functions: Custom autograd Functions in the graph of the model, by structure.
     """
 
@@ -40,14 +41,14 @@ class Stacking:
         self.task_chunk = task_chunk
         self.name = name
         self._stackable: dict[Hashable, bool] = {}
-        self._ran: set[Hashable] = set()
+        self.ran: set[Hashable] = set()
         self._reruns: dict[Hashable, str | None] = {}
         self._warned: set[str] = set()
         self.functions: dict[Hashable, list[str]] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """Exclude the entries that depend on the identity of modules."""
-        return {**self.__dict__, "_stackable": {}, "_ran": set(), "_reruns": {}, "functions": {}}
+        return {**self.__dict__, "_stackable": {}, "ran": set(), "_reruns": {}, "functions": {}}
 
     def chunk_size(self, count: int, structure: Hashable, examine: Callable[[], str | None]) -> int:
         """Return the number of tasks in one vectorized pass. 1 means a Python loop without vmap.
@@ -80,17 +81,9 @@ class Stacking:
             self._reruns[structure] = find()
         return self._reruns.get(structure)
 
-    def is_tried(self, structure: Hashable) -> bool:
-        """Return whether vectorized tasks have run."""
-        return structure in self._ran
-
-    def note(self, structure: Hashable) -> None:
-        """Record that vectorized tasks have run."""
-        self._ran.add(structure)
-
     def give_up(self, structure: Hashable, error: Exception) -> None:
         """Warn that torch.vmap raised. Later batches run in a loop if it raised on the first batch."""
-        self._stackable[structure] = structure in self._ran
+        self._stackable[structure] = structure in self.ran
         self._warn(vmap_reason(error))
 
     def _warn(self, reason: str | None) -> None:

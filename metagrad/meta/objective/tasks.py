@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,33 +11,11 @@ from torch import Tensor, nn
 from metagrad.core.structured import Nested, Structured, arguments
 from metagrad.core.tree import Params, tree_flatten, tree_leaves, tree_map, tree_unflatten, widened
 
+ExamplesLike: TypeAlias = Any
+"""Inputs and targets ``x`` and ``y`` with a task axis: attributes, the keys of a dict, or a pair."""
 
-class ExamplesLike(Protocol):
-    """Inputs and targets with a leading task axis, such as :class:`metagrad.tasks.Examples`."""
-
-    @property
-    def x(self) -> Any:
-        """Inputs ``[tasks, examples, ...]``, or a dict or a tuple of the arguments of the model."""
-        ...
-
-    @property
-    def y(self) -> Any:
-        """Targets ``[tasks, examples, ...]``."""
-        ...
-
-
-class BatchLike(Protocol):
-    """Support and query examples of tasks, such as :class:`metagrad.tasks.Batch`."""
-
-    @property
-    def support(self) -> ExamplesLike:
-        """The examples for adaptation."""
-        ...
-
-    @property
-    def query(self) -> ExamplesLike:
-        """The examples for evaluation after adaptation."""
-        ...
+BatchLike: TypeAlias = Any
+"""Support and query examples: the attributes ``support`` and ``query``, the keys of a dict, or a pair."""
 
 
 class Tasks(NamedTuple):
@@ -91,7 +69,7 @@ class Tasks(NamedTuple):
         return tree_map(lambda tensor: None if tensor is None else tensor[index], self)
 
 
-def read_batch(batch: BatchLike | Sequence[Any] | Mapping[str, Any], call: str = "MAML(batch)") -> Tasks:
+def read_batch(batch: BatchLike, call: str = "MAML(batch)") -> Tasks:
     """Return the tasks of a batch in any accepted form. Raise if the parts do not fit together."""
     support, query = _two(batch, ("support", "query"), f"{call}: the batch")
     tasks = Tasks(*read_examples(support, call, "support"), *read_examples(query, call, "query"))
@@ -99,9 +77,7 @@ def read_batch(batch: BatchLike | Sequence[Any] | Mapping[str, Any], call: str =
     return tasks
 
 
-def read_support(
-    support: ExamplesLike | Sequence[Any] | Mapping[str, Any], call: str = "MAML.adapt(support)"
-) -> Tasks:
+def read_support(support: ExamplesLike, call: str = "MAML.adapt(support)") -> Tasks:
     """Return tasks that have only support examples."""
     tasks = Tasks(*read_examples(support, call, "support"))
     _check_tasks(call, tasks)

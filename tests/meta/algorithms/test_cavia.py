@@ -1,4 +1,4 @@
-"""CAVIA against a loop over tasks, on models with a context beside the input or that modulates channels."""
+"""CAVIA against a loop over tasks, for a context that is appended to the input or modulates channels."""
 
 from __future__ import annotations
 

@@ -236,25 +236,6 @@ def test_single_precision_and_half(case, batch):
     half.loss.backward()
 
 
-def test_forms_of_a_batch(batch):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 4).double()
-
-        def forward(self, points):
-            return self.layer(points)
-
-    algorithm = mg.ProtoNet(Named())
-    expected = algorithm(batch).loss
-    named = {
-        name: {"x": {"points": part.x}, "y": part.y} for name, part in zip(Batch._fields, batch, strict=True)
-    }
-    assert_close(algorithm(named).loss, expected)
-    fast = algorithm.adapt(named["support"])
-    assert_close(fast({"points": batch.query.x}), algorithm(batch).query_outputs)
-
-
 def test_models_without_parameters_and_frozen_ones(batch):
     nearest_mean = mg.ProtoNet(nn.Identity())
     assert nearest_mean(batch).query_outputs.shape == (TASKS, 5, WAYS)
@@ -368,13 +349,3 @@ def test_a_loss_that_is_learned(batch):
 
 def changed(batch, part="support", **fields):
     return batch._replace(**{part: getattr(batch, part)._replace(**fields)})
-
-
-class Returning(nn.Module):
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-        self.layer = nn.Linear(2, 3).double()
-
-    def forward(self, x):
-        return self.change(self.layer(x))

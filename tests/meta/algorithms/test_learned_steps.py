@@ -1,4 +1,4 @@
-"""Meta-SGD and Meta-Curvature, against the loop over tasks with the step that the papers write."""
+"""Meta-SGD and Meta-Curvature against a loop over tasks with the steps of the papers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
-from tests.marks import covering, slow
+from tests.marks import covering
 
 rules = mg.optim.rules
 
@@ -29,7 +29,7 @@ def convolutional():
 
 
 def perturbed(maml):
-    """Move what is learned beside the model, so that no rate is that of another and no matrix symmetric."""
+    """Perturb learned rates and matrices, so that all rates differ and no matrix is symmetric."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in maml.named_parameters():
@@ -39,7 +39,7 @@ def perturbed(maml):
 
 
 def textbook(maml, loss_fn, batch, step, *, steps, order, adapt):
-    """The loop over tasks; ``step(t, name, gradient)`` is what is taken off a parameter."""
+    """Return the loss of a loop over tasks, where ``step(t, name, gradient)`` is subtracted from a parameter."""
     losses = []
     for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
         fast = {name: p for name, p in maml.model.named_parameters() if name.startswith(adapt)}
@@ -52,7 +52,7 @@ def textbook(maml, loss_fn, batch, step, *, steps, order, adapt):
 
 
 def rate_step(maml):
-    """``alpha * g``, with rates of entries, tensors or steps."""
+    """Return the step ``alpha * g``, with rates for entries, tensors or steps."""
 
     def step(t, name, g):
         if hasattr(maml, "inner_lr"):
@@ -63,7 +63,7 @@ def rate_step(maml):
 
 
 def curvature_step(maml, lr=0.1, psd=False):
-    """``alpha * G x_1 M_o x_2 M_i x_3 M_f``, written as sums over indices."""
+    """Return the step ``alpha * G x_1 M_o x_2 M_i x_3 M_f``, as sums over indices."""
 
     def step(t, name, g):
         stem = f"inner_transforms_0_matrices_{name.replace('.', '_')}_"
@@ -144,14 +144,6 @@ def test_convolutions(name, task_chunk):
     assert_is_the_textbook(maml, F.cross_entropy, batch, step(maml))
 
 
-@pytest.mark.parametrize("compile", [{"backend": "aot_eager"}, slow(True)])
-@pytest.mark.parametrize("name", [slow("entry"), "curvature"])
-def test_compiled(regression, name, compile):
-    make, more, step = ALGORITHMS[name]
-    maml = make(net(), F.mse_loss, steps=2, compile=compile, **more)
-    assert_is_the_textbook(maml, F.mse_loss, regression, step(maml))
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_copies_state_and_functional_calls(regression, name):
     make, more, _ = ALGORITHMS[name]
@@ -191,7 +183,7 @@ def test_the_inner_rule_of_meta_curvature_may_be_any_and_learn_too(regression):
 
 
 class Tagger(nn.Module):
-    """Sums the rows of a table that a bag looks up."""
+    """A model that sums the table rows of a bag."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +206,7 @@ def bags():
     lambda **options: meta_curvature(Tagger().double(), F.mse_loss, steps=2, **options),
 ])  # fmt: skip
 def test_tables(make):
-    """The matrix of the columns of a table moves its rows alike."""
+    """The matrix for the columns of a table acts on all rows."""
     torch.manual_seed(0)
     sparse = make(sparse=["table.weight"])
     torch.manual_seed(0)

@@ -48,7 +48,7 @@ def batch():
 
 
 def textbook(model, batch, *, lr, steps, order=2, adapted=""):
-    """One task after the other; parameters whose names begin otherwise are not adapted."""
+    """Run the tasks sequentially. Only parameters with a prefix are adapted."""
     losses = []
     for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
         h = model.embedding(x)
@@ -155,7 +155,7 @@ def test_a_head_that_is_called_otherwise(batch):
 
 @pytest.mark.parametrize("norm", ["transductive", "support", "running", "per_step"])
 def test_policies_for_statistics(batch, norm):
-    """Prototypes are of embeddings that the policy normalises; stacked as in a loop."""
+    """The policy normalizes the embeddings of the prototypes, vectorized and in a loop."""
     found = []
     for task_chunk in (None, 1):
         torch.manual_seed(0)

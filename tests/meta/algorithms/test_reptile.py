@@ -97,7 +97,7 @@ def test_evaluation_sees_support_examples_alone(regression, switch):
 
 
 def test_no_graph_is_kept(regression):
-    """The memory of a step is that of one step, however many there are."""
+    """The memory does not depend on the number of steps."""
     peaks = []
     for steps in (2, 20):
         learner = make(steps=steps)
@@ -184,7 +184,7 @@ class Normalised(nn.Sequential):
 
 @pytest.mark.parametrize("norm", ["transductive", "support", "running"])
 def test_policies_for_statistics(regression, norm):
-    """Stacked as in a loop, with the losses of MAML."""
+    """Vectorized tasks and a loop agree, with the losses of MAML."""
     options: Any = {"inner": rules.sgd(lr=0.1), "steps": 2, "norm": norm}
     found = []
     for task_chunk in (None, 1):

@@ -1,4 +1,4 @@
-"""A change of the model, of an argument or of the batch is seen by the next call."""
+"""The next call uses a changed model, argument or batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from metagrad.optim import rules
 
 
 class Layer(nn.Module):
-    """An affine map that reads attributes of each kind."""
+    """An affine map that reads attributes of several types."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,6 +93,8 @@ def test_a_change_of_the_model_is_seen(name):
 
 ATTRIBUTES: dict[str, Callable[[Any], object]] = {
     "steps": lambda maml: setattr(maml, "steps", 3),
+    "truncate": lambda maml: setattr(maml, "truncate", 1),
+    "tolerance": lambda maml: setattr(maml, "tolerance", 1e9),
     "order": lambda maml: setattr(maml, "order", 1),
     "memory": lambda maml: setattr(maml, "memory", "step"),
     "task_chunk": lambda maml: setattr(maml, "task_chunk", 1),
@@ -107,14 +109,7 @@ ATTRIBUTES: dict[str, Callable[[Any], object]] = {
 
 
 def arguments_of(maml: mg.MAML) -> dict:
-    names = (
-        "steps",
-        "order",
-        "memory",
-        "truncate",
-        "tolerance",
-        "task_chunk",
-    )
+    names = ("steps", "order", "memory", "truncate", "tolerance", "task_chunk")
     return {name: getattr(maml, name) for name in names} | {"adapt": maml.adapted, "inner": maml.inner}
 
 
@@ -133,7 +128,7 @@ def test_a_change_of_an_attribute_is_seen(name):
 
 
 def sums_of(results: list[Any]) -> torch.Tensor:
-    """Sum squares, in whatever order the parameters stand."""
+    """Return the sum of squares, which does not depend on the order of parameters."""
     return torch.stack([t.square().sum() for t in results if t is not None]).sum()
 
 

@@ -29,7 +29,7 @@ def gradients(maml, loss):
 
 
 class Slope(nn.Module):
-    """y = w x + 0 * other; its loss is steep where a prediction is exactly zero."""
+    """A model y = w x + 0 * other. Its loss is steep at a prediction of exactly zero."""
 
     def __init__(self, start=1.0):
         super().__init__()
@@ -45,7 +45,7 @@ def steep(prediction, target):
 
 
 def slopes(*, zero_task):
-    """Four tasks, of which one has a prediction of exactly zero at each step."""
+    """Return four tasks. The predictions of one task are exactly zero at each step."""
     generator = torch.Generator().manual_seed(1)
     x = 1 + torch.rand(TASKS, 3, generator=generator, dtype=torch.float64)
     support = x.clone()

@@ -1,4 +1,4 @@
-"""Embedding tables that tasks share: their meta-gradients are rows, and those of whole tables."""
+"""Embedding tables that tasks share: their row-sparse meta-gradients equal dense ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.meta.execution.test_sparse_maml import (
     BOTH,
     MODELS,
     Ratings,
-    TiedOutput,
     assert_equal_to_dense,
     both,
     dense,
@@ -35,7 +34,7 @@ FAST = {("two tables", None, "full"), ("two tables", 3, "step"), ("known layers"
     covering(ADAPTED, [None, 1, 3], ["full", "step"], fast=lambda *case: case in FAST),
 )
 def test_equals_dense(case, task_chunk, memory):
-    """The meta-gradient of a shared table is that of the whole one, as rows, in every mode."""
+    """The row-sparse meta-gradient of a shared table equals the dense one in every mode."""
     maml, reference = both(case, adapt=ADAPTED[case], task_chunk=task_chunk, memory=memory)
     assert maml.sparse == tuple(MODELS[case][1])
     assert_equal_to_dense(maml, reference, draw())
@@ -62,7 +61,7 @@ def test_a_gradient_of_the_gradient_is_that_of_whole_tables():
 
 
 class Looked(nn.Module):
-    """A model that is no chain, so that a step looks its rows up again."""
+    """A model with its own forward, so that a recomputed step looks rows up again."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +75,7 @@ class Looked(nn.Module):
 @pytest.mark.parametrize("memory", ["step", "sqrt"])
 @pytest.mark.parametrize("sparse", [[], ["table.weight"]])
 def test_shared_lookups_repeat_when_they_are_computed_again(sparse, memory):
-    """Under torch.autograd.grad, of rows too, and with a padding row: gradients, and those of gradients."""
+    """Gradients and second derivatives of recomputed lookups are correct, also for rows and with padding."""
     torch.manual_seed(0)
     batch = Batch(*(Examples(torch.randint(0, 5, (2, 3, 4)), torch.randn(2, 3, 2)) for _ in range(2))).to(
         dtype=torch.float64
@@ -110,24 +109,6 @@ def test_nothing_is_as_large_as_the_table(learner):
     with no_large_outputs(num_rows * 3 - 1):
         maml(draw(num_rows, torch.float32)).loss.backward()
     assert isinstance(maml.model.user.weight.grad, RowSparse)
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_a_tied_output_layer_is_refused(task_chunk):
-    model = nn.Sequential(TiedOutput(), nn.Linear(2000, 3))
-    maml = mg.ANIL(
-        model,
-        F.cross_entropy,
-        head="1",
-        inner=sgd(0.1),
-        steps=1,
-        task_chunk=task_chunk,
-        sparse=["0.emb.weight"],
-    )
-    ids = torch.randint(2000, (4, 3, 2))
-    batch = Batch(*[Examples(ids, torch.zeros(4, 3, dtype=torch.int64))] * 2)
-    with pytest.raises(ValueError, match=r"sparse=\['0.emb.weight'\]: the model uses the table as a whole"):
-        maml(batch)
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -1,4 +1,4 @@
-"""MAML with embedding tables adapted by their rows, against the same MAML with the whole tables."""
+"""MAML with row-sparse embedding tables, against MAML with dense tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TASKS = 4
 
 
 class Ratings(nn.Module):
-    """Looks users and items up, an item twice, in tables of different widths."""
+    """A model with two tables of different widths. It uses the second table twice."""
 
     def __init__(self, num_rows=V, norm=None, **options):
         super().__init__()
@@ -48,7 +48,7 @@ class BagModel(nn.Module):
 
 
 class DenseBag(nn.EmbeddingBag):
-    """A mean without ``padding_idx``, written out, since torch's own has no second derivative."""
+    """A mean without ``padding_idx``, since ``nn.EmbeddingBag`` has no second derivative."""
 
     def forward(self, ids):
         return self.weight[ids].mean(1)
@@ -71,13 +71,13 @@ MODELS = {
 
 
 def draw(num_rows=V, dtype=torch.float64, tasks=TASKS):
-    """Ids of which some, and one row of padding, are in several tasks, in support and in query."""
+    """Return a batch in which tasks, and their support and query examples, share some ids and the padding row."""
     generator = torch.Generator().manual_seed(1)
 
     def examples(count):
         ids = torch.randint(num_rows, (tasks, count, 3), generator=generator)
         ids[:, 0] = torch.tensor([5, 7, 9])
-        ids[0] = ids[0, :1]  # this task has fewer rows than the others
+        ids[0] = ids[0, :1]  # this task uses fewer rows
         return Examples(ids, torch.randn(tasks, count, 1, generator=generator, dtype=dtype))
 
     return Batch(examples(4), examples(3))
@@ -93,7 +93,7 @@ def dense_twin(model):
 
 
 def both(case, dtype=torch.float64, **options):
-    """The MAML that is asked for, with rows, and a plain one with whole tables, task by task."""
+    """Return a MAML with row-sparse tables, and a MAML with dense tables in a Python loop."""
     make, sparse = MODELS[case]
     options = {"inner": sgd(lr=0.3), "steps": 3, **options}
     maml = mg.MAML(make().to(dtype), F.mse_loss, sparse=sparse, **options)
@@ -137,7 +137,7 @@ def test_equals_dense(case, task_chunk, memory):
 
 
 def lr_by_parameter():
-    """Meta-SGD: of the table, a learning rate for each column."""
+    """Return learning rates of Meta-SGD, with one for each column of the table."""
     values = {
         "0.weight": torch.linspace(0.1, 0.4, D),
         "2.weight": torch.tensor(0.2),
@@ -211,7 +211,7 @@ def assert_adapted_equal_to_dense(maml, reference):
     ids=lambda ends: "+".join(ends),
 )
 def test_rows_that_the_support_does_not_know_end_with_their_task(ends, task_chunk):
-    """Weight decay moves them as long as the task takes steps, and is differentiated in the last steps alone."""
+    """Weight decay changes unused rows until their task stops. Only the last steps are differentiated."""
     inner = sgd(lr=0.3, momentum=0.5, weight_decay=0.2)
     maml, reference = both("known layers", inner=inner, steps=5, task_chunk=task_chunk, **ends)
     assert_adapted_equal_to_dense(maml, reference)
@@ -246,7 +246,7 @@ def test_derivatives_up_to_the_third():
 
 
 class Table(nn.Module):
-    """Parameters that are on the tape of others."""
+    """A model whose parameters are computed from other tensors."""
 
     def __init__(self, table, weight):
         super().__init__()
@@ -356,7 +356,7 @@ def test_a_tied_output_layer_is_refused(task_chunk):
 
 
 class Moving(nn.Module):
-    """Its second lookup depends on an adapted parameter."""
+    """A model whose second lookup depends on an adapted parameter."""
 
     def __init__(self):
         super().__init__()

@@ -12,7 +12,7 @@ from metagrad.meta.objective.vmap import forward_stacked, losses_stacked, values
 
 
 class Doubling(nn.Linear):
-    """A subclass with a forward of its own, which must not be taken for a Linear."""
+    """A subclass with another forward, which must not be treated as a Linear."""
 
     def forward(self, x):
         return 2 * super().forward(x)
@@ -102,7 +102,7 @@ def test_losses_are_those_of_each_task(loss_fn, classes):
 
 
 def test_cross_entropies_of_many_examples_in_float16():
-    """Their sum overflows, and their mean does not."""
+    """The sum overflows although the mean does not."""
     logits = torch.tensor([0.0, 12.0]).half().expand(2, 6000, 2)
     losses = losses_stacked(F.cross_entropy, logits, torch.zeros(2, 6000, dtype=torch.int64))
     assert losses.tolist() == [12.0, 12.0]

@@ -1,4 +1,4 @@
-"""Stacked tasks give what one task after the other gives, or run so, with one warning."""
+"""Vectorized tasks equal a Python loop, or fall back to it with one warning."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Attention(nn.Module):
 
 class Case(NamedTuple):
     make: Callable[[], nn.Module]
-    reason: str | None = None  # of the warning; None: the tasks are stacked
+    reason: str | None = None  # None means that the tasks are vectorized
     examples: Callable[[int], Examples] = examples
     loss_fn: Callable[[Tensor, Tensor], Tensor] = F.mse_loss
 
@@ -197,7 +197,6 @@ CASES = {
 SECOND_ORDER_MISSING = {"nn.EmbeddingBag"}
 NOT_REPEATABLE = {"attribute", "list", "loss with a buffer", "buffer written", "state carried on"}
 REPEATABLE = sorted(CASES.keys() - SECOND_ORDER_MISSING - NOT_REPEATABLE)
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 class Outcome(NamedTuple):
@@ -240,15 +239,9 @@ def test_stacked_tasks_are_those_of_a_loop(name, order):
     assert_as_in_a_loop(CASES[name], order=order)
 
 
-@pytest.mark.parametrize("memory", ["step"])
 @pytest.mark.parametrize("name", REPEATABLE)
-def test_in_every_memory_mode(name, memory):
-    assert_as_in_a_loop(CASES[name], memory=memory)
-
-
-def test_several_tasks_together_are_those_of_a_loop():
-    case = CASES["F.embedding(padding_idx)"]
-    torch.testing.assert_close(outcome(case, task_chunk=2), outcome(case, task_chunk=1))
+def test_checkpointed_steps_are_those_of_a_loop(name):
+    assert_as_in_a_loop(CASES[name], memory="step")
 
 
 def maml_of(model: nn.Module, **options) -> mg.MAML:
@@ -358,7 +351,7 @@ def test_a_later_batch_that_vmap_does_not_take_runs_in_a_loop():
 
 
 class Exponential(torch.autograd.Function):
-    """Saves its output, as torch's tutorials do."""
+    """A Function that saves its output, as in torch's tutorials."""
 
     generate_vmap_rule = True
 

@@ -1,6 +1,6 @@
-"""A compiled MAML computes what an eager one does, in float64, in every memory mode, and falls back with one warning.
+"""A compiled MAML equals an eager one in float64 with every checkpointing policy, or falls back with one warning.
 
-The backend traces derivatives as inductor's does, and runs their operations by torch.
+The backend traces derivatives as inductor does, and runs their operations with torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def perceptron():
 
 
 class Normed(nn.Sequential):
-    """A model through whose norms torch.func has wrong second derivatives."""
+    """A model with norms whose second derivatives are incorrect in torch.func."""
 
     def __init__(self):
         torch.manual_seed(0)

@@ -109,7 +109,7 @@ def test_a_budget_is_divided_among_tasks_that_run_one_by_one(regression, budget,
 
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_a_meta_step_can_be_checkpointed(regression, memory):
-    """The forward under vmap ends at leaves that the recording made itself; they are not read from outside."""
+    """The graph under vmap ends at leaves that the recording created."""
     model = mlp()
     maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=memory)
     params = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Padded tasks have the losses and meta-gradients that they have alone."""
+"""Padding does not change the losses and meta-gradients of tasks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model() -> nn.Module:
 
 
 def textbook_loss(net, batch, steps, create_graph):
-    """The mean query loss of a loop over tasks, each with its own examples alone."""
+    """Return the mean query loss of a loop over tasks without padding."""
     losses = []
     for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
         params = dict(net.named_parameters())

@@ -146,15 +146,15 @@ def test_requires_grad_is_answered_as_outside_of_vmap():
     assert seen == [True, True, False]
 
 
-# What is in new memory is not defined.
+# New memory has undefined values.
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}
-# Forward and backward of layer normalisation as the tape sees it: its second derivative is wrong without vmap.
+# Layer normalization has an incorrect second derivative, also without vmap.
 INTERNAL = {"native_layer_norm"}
 
 
 @pytest.fixture
 def op_db() -> Iterator[list]:
-    """Yield torch's table of operators; its module wants a package of torch's own tests, and uses it nowhere here."""
+    """Yield torch's table of operators. Its module imports a package for torch's tests that is not needed here."""
     with pytest.MonkeyPatch.context() as patch:
         if "expecttest" not in sys.modules:
             stub = types.ModuleType("expecttest")
