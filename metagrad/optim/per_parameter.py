@@ -109,7 +109,7 @@ def _as_before(old: Slot, new: Any) -> Any:
 
 def check_real(call: str, key: str, param: Tensor) -> None:
     """Raise an error unless a parameter is a floating point tensor that has a shape."""
-    if is_lazy(param):
+    if not torch.compiler.is_compiling() and is_lazy(param):
         raise ValueError(
             f"{call}: {key!r} belongs to a lazy module and has no shape yet. Call the model on a batch first."
         )
