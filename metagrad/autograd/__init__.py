@@ -1,4 +1,4 @@
-"""The engine: derivatives that can be differentiated again, and schedules of what is stored and recomputed."""
+"""Derivatives that can be differentiated again, gradient checkpointing, and checks of derivatives."""
 
 from metagrad.autograd.checks.gradcheck import gradcheck
 from metagrad.autograd.checks.lint import Finding, lint

@@ -1,4 +1,4 @@
-"""Whether tensors are free of NaN and infinities, with one transfer from the device."""
+"""A check for NaN and Inf, with one transfer from the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 def is_finite(tensors: Sequence[Tensor]) -> bool:
-    """Say whether no entry is NaN or infinite; on an accelerator this waits for it once.
+    """Return whether no entry is NaN or Inf. An accelerator is synchronized once.
 
     Example:
         >>> from metagrad.autograd.checks.finite import is_finite
@@ -22,6 +22,6 @@ def is_finite(tensors: Sequence[Tensor]) -> bool:
     values = [t.values.detach() if isinstance(t, RowSparse) else t.detach() for t in tensors]
     if not values:
         return True
-    # The norm of large entries may overflow where none of them is infinite.
+    # The norm of large finite entries can overflow.
     norm = torch.nn.utils.get_total_norm(values)
     return math.isfinite(norm.item()) or all(bool(v.isfinite().all()) for v in values)

@@ -1,4 +1,4 @@
-"""Checking derivatives of any order against finite differences of the derivative below."""
+"""Checking derivatives of any order by finite differences of the derivative below."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class WrongDerivative(GradcheckError):  # noqa: N818 - it reads as what it says
     """A derivative that finite differences contradict.
 
     Attributes:
-        order: Its order.
-        got: What it is along a random direction.
-        expected: What finite differences give.
+        order: The order of the derivative.
+        got: The derivative along a random direction.
+        expected: The finite difference along the same direction.
     """
 
     def __init__(self, name: str, order: int, got: float, expected: float) -> None:
@@ -51,29 +51,29 @@ def gradcheck(
 
     With :math:`L_0 = \varphi_0(f(x))`, and :math:`L_k = \varphi_k(\nabla L_{k-1}) + L_{k-1}`, each
     :math:`\nabla L_k` is compared with fourth-order central differences of :math:`L_k` along random
-    directions in each input. Each :math:`\varphi` is a random *non-linear* contraction over all inputs at
-    once: a linear one would miss a gradient whose own graph is cut, and contracting all inputs together is
-    what makes the orders mixed. A gradient that does not require grad must therefore be constant, which is
-    checked as well; :func:`torch.autograd.gradgradcheck` skips it instead.
+    directions in each input. Each :math:`\varphi` is a random *nonlinear* contraction over all inputs. A linear
+    contraction would miss a gradient whose own graph is detached. Contracting all inputs together makes the orders
+    mixed. A gradient that does not require grad must be constant, which is also checked.
+    :func:`torch.autograd.gradgradcheck` skips such gradients.
 
     Args:
-        fn: A smooth deterministic function of ``inputs``; what it returns is a tree of tensors.
-        inputs: A list or a tuple of trees of tensors, passed as ``fn(*inputs)``, or one tree; float64 leaves that
-            require grad are checked.
+        fn: A smooth deterministic function of ``inputs`` that returns a pytree of tensors.
+        inputs: A pytree, or a list or tuple of pytrees of tensors for ``fn(*inputs)``. Float64 leaves that require
+            grad are checked.
         order: The highest derivative, 1 or more.
-        eps: The finite-difference step; or several, of which one must agree: a function with kinks (ReLU) is smooth
-            within a step that is small enough.
+        eps: The finite-difference step. With several steps, at least one must agree, since a ReLU is smooth within a
+            small enough step.
         rtol: Tolerance relative to the size of the derivative.
         atol: Absolute tolerance.
-        directions: How many random directions to check in each input, 1 or more.
+        directions: Number of random directions for each input, 1 or more.
         seed: Seed of the contractions and the directions.
 
     Returns:
         True.
 
     Raises:
-        GradcheckError: A derivative is wrong or cut; the message names the input and the order.
-        ValueError: No input requires grad, one that does is not float64, ``fn`` returns no floating point tensor, or
+        GradcheckError: A derivative is incorrect or detached. The message names the input and the order.
+        ValueError: No input requires grad, or one that does is not float64. ``fn`` returns no floating point tensor.
             ``order`` or ``directions`` is not an int of 1 or more.
 
     Example:
@@ -133,7 +133,7 @@ def _check_arguments(leaves: Sequence[Any], names: list[str], checked: list[int]
 def _contracted(
     fn: Callable[[Sequence[Tensor]], list[Tensor]], points: list[Tensor], generator: torch.Generator
 ) -> Scalar:
-    """Reduce the outputs of ``fn`` to a scalar, by a random quadratic of order one in size."""
+    """Reduce the outputs of ``fn`` to a scalar by a random quadratic function with values of order one."""
     samples = [value.detach() for value in fn(_leaves(points))]
     weights = [torch.randn(s.shape, generator=generator, dtype=torch.float64).to(s) for s in samples]
     scales = [1.0 + float(s.abs().max()) if s.numel() else 1.0 for s in samples]
@@ -186,7 +186,7 @@ class _Comparison:
         self.generator = generator
 
     def check(self, scalar: Scalar, points: list[Tensor], order: int) -> None:
-        """Check the gradient of ``scalar``, a contraction of all derivatives below ``order``."""
+        """Check the gradient of ``scalar``, which contracts all derivatives below ``order``."""
         values = _leaves(points)
         gradients = _gradient(scalar(values), values)
         for index, name in enumerate(self.names):

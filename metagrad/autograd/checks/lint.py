@@ -1,4 +1,4 @@
-"""Reading a graph for nodes that will not survive another derivative."""
+"""Reading a graph for nodes whose further derivatives are missing or incorrect."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _EFFECTS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A node that cuts, densifies, raises or errs; its ``str`` is a sentence for the user.
+    """A node with a defect. ``str(finding)`` is a sentence for the user.
 
     Attributes:
-        node: What ``node.name()`` says.
-        source: The call that made it.
+        node: The name of the node, ``node.name()``.
+        source: The call that made the node.
         kind: ``"cut"``, ``"dense"``, ``"error"`` or ``"wrong"``.
-        order: The first derivative of the loss that is affected.
-        suggestion: What to write instead.
+        order: The lowest derivative of the loss that is affected.
+        suggestion: The suggested fix.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -56,29 +56,28 @@ class Finding:
 
 
 def lint(loss: Tensor, *, order: int = 2) -> tuple[Finding, ...]:
-    """Name the nodes of a graph whose derivatives, up to an order, are cut, dense, missing or wrong.
+    """Find the nodes of a graph whose derivatives, up to an order, are detached, dense, missing or incorrect.
 
-    Orders count from ``loss``: 1 is its gradient, 2 the gradient's gradient, which MAML differentiates; the
-    Hessian of a MAML objective is 3 of the inner loss. The loss may itself be made of gradients. Read it before
-    a backward pass frees the graph.
+    Orders count from ``loss``. Order 1 is its gradient. Order 2 is the gradient of the gradient, which MAML needs.
+    The Hessian of a MAML objective needs order 3 of the inner loss. The loss may contain gradients. Call this
+    function before a backward pass frees the graph.
 
-    What is known of torch is a table (``lint_rules.RULES``); a node that it does not list counts as right. What
-    a custom ``autograd.Function`` does in its backward cannot be seen, except that it is
-    ``once_differentiable``: one that detaches, or that keeps an intermediate result on ``ctx`` (``ctx.y = y``)
-    and so takes it for a constant, is not found, except by
-    :func:`metagrad.gradcheck`. What :func:`metagrad.checkpoint` or a recomputing :func:`metagrad.unroll` will
-    recompute is run again, to have its graph read as well.
+    The known defects of torch are a table, ``lint_rules.RULES``. Other nodes count as correct. The backward of a
+    custom ``autograd.Function`` cannot be inspected, except for the decorator ``once_differentiable``.
+    :func:`metagrad.gradcheck` also finds functions that detach or that store an intermediate result on ``ctx``.
+    Calls of :func:`metagrad.checkpoint`, and checkpointed steps of :func:`metagrad.unroll`, run again so that their
+    graphs are read.
 
     Args:
-        loss: A tensor of any shape, with its graph.
-        order: The highest derivative that will be taken: 1, 2 or 3.
+        loss: A tensor of any shape with a graph.
+        order: The highest derivative that will be computed: 1, 2 or 3.
 
     Returns:
-        Findings, each different one once, those of the lowest order first; empty if there is nothing to say.
+        The findings, without duplicates, sorted by order. An empty tuple if nothing was found.
 
     Raises:
         TypeError: ``loss`` is not a tensor.
-        ValueError: ``loss`` has no graph, or nothing is known of that order.
+        ValueError: ``loss`` has no graph, or ``order`` is not 1, 2 or 3.
 
     Example:
         >>> x = torch.randn(3, 5, requires_grad=True)
@@ -104,7 +103,7 @@ def lint(loss: Tensor, *, order: int = 2) -> tuple[Finding, ...]:
 
 
 def findings(nodes: Iterable[Node], order: int, kinds: tuple[Kind, ...]) -> tuple[Finding, ...]:
-    """Apply the rules of some kinds to some nodes."""
+    """Return the findings of some kinds at some nodes."""
     found: dict[Finding, None] = {}
     for node in nodes:
         for rule in _rules_of(node.name()):
@@ -114,10 +113,10 @@ def findings(nodes: Iterable[Node], order: int, kinds: tuple[Kind, ...]) -> tupl
 
 
 def with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Walk nodes, and the graphs of those that are recomputed, which run again for that."""
+    """Yield nodes, and the nodes of checkpointed calls, which run again for this purpose."""
     for node in nodes:
         yield node
-        function: Any = getattr(node, "_forward_cls", None)  # of custom functions
+        function: Any = getattr(node, "_forward_cls", None)  # a custom function
         if (inside := getattr(function, "nodes_inside", None)) is not None:
             yield from with_recomputed(inside(node))
 
@@ -129,9 +128,9 @@ def custom_functions(nodes: Iterable[Node]) -> list[str]:
 
 
 def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
-    """Raise if the gradient of a loss could not be differentiated again, naming every node that is to blame.
+    """Raise ``ValueError`` with every node that prevents a second derivative of a loss.
 
-    The walk over the graph ends at the parameters, so in an unrolled loop it does not enter earlier steps.
+    The walk over the graph ends at the parameters. So it does not enter earlier steps of an unrolled loop.
     """
     behind = {node for param in params if (node := param.grad_fn) is not None}
     found = findings(graph_nodes([loss], behind), order=2, kinds=("cut", "error", "wrong"))

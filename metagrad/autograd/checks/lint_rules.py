@@ -1,9 +1,8 @@
-"""The table of torch's backward nodes that cannot be differentiated again, or are wrong when they are.
+"""The table of backward nodes of torch whose further derivatives are missing or incorrect.
 
-One row for each node, established on torch 2.13 and looked at again on 2.14 and 2.15;
-``tests/autograd/checks/test_lint.py`` plants every row that runs on a CPU and shows the defect at the order given
-here. Orders count from the loss in whose graph the node stands, so a defect of ``layer_norm`` at its third derivative
-is one of ``NativeLayerNormBackwardBackward0``, a node of the gradient's graph, at the second.
+Each row was established on torch 2.13 and checked on 2.14 and 2.15. ``tests/autograd/checks/test_lint.py`` shows the
+defect of every row that runs on a CPU. Orders count from the loss whose graph contains the node. So the defect of
+``layer_norm`` at order 3 is a defect of ``NativeLayerNormBackwardBackward0``, a node of the gradient, at order 2.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, to
 
 
 def both(first: Predicate, second: Predicate) -> Predicate:
-    """Ask one question, and if the answer is yes, another."""
+    """Return a predicate that is true if both predicates are. The second is evaluated only if the first is true."""
     return lambda node: first(node) and second(node)
 
 
 def flag(name: str) -> Predicate:
-    """Ask for a saved argument; a node that does not tell, in another version of torch, counts as if it were set."""
+    """Return a predicate for a saved argument. In a version of torch that does not save it, the predicate is true."""
     return lambda node: bool(getattr(node, name, True))
 
 
 def needs_gradient(index: int) -> Predicate:
-    """Ask whether a gradient flows to one of the inputs."""
+    """Return a predicate for a gradient that flows to one of the inputs."""
     return lambda node: node.next_functions[index][0] is not None
 
 
 def layout_in(name: str, layouts: frozenset[torch.layout]) -> Predicate:
-    """Ask for the layout of a saved tensor, which unpacks it."""
+    """Return a predicate for the layout of a saved tensor. It unpacks the tensor."""
     return lambda node: getattr(node, name).layout in layouts
 
 
 def without_strides(name: str) -> Predicate:
-    """Ask whether a matrix was sparse, by its saved strides: sparse layouts have none. Unpacks nothing."""
+    """Return a predicate for a sparse matrix, which has no saved strides. It unpacks nothing."""
     return lambda node: getattr(node, name) == ()
 
 
 def pads_its_output(node: Node) -> bool:
-    """Ask whether a convolution is transposed, with output padding."""
+    """Return whether a convolution is transposed, with output padding."""
     return node._saved_transposed and any(node._saved_output_padding)  # type: ignore[attr-defined]
 
 
@@ -57,8 +56,8 @@ _ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 def is_once_differentiable(node: Node) -> bool:
-    """Ask whether a custom function's backward has the decorator, perhaps below others."""
-    if not isinstance(node, BackwardCFunction):  # as those of torch.distributed.rpc, which are C++
+    """Return whether the backward of a custom function has the decorator, possibly below other decorators."""
+    if not isinstance(node, BackwardCFunction):  # nodes of torch.distributed.rpc are C++
         return False
     backward = type(node)._forward_cls.backward  # type: ignore[attr-defined]
     while backward is not None:
@@ -69,7 +68,7 @@ def is_once_differentiable(node: Node) -> bool:
 
 
 def is_of_masked_tensor(node: Node) -> bool:
-    """Ask whether a custom function belongs to ``torch.masked``."""
+    """Return whether a custom function belongs to ``torch.masked``."""
     return type(node)._forward_cls.__module__.startswith("torch.masked.")  # type: ignore[attr-defined]
 
 
@@ -79,14 +78,14 @@ Kind = Literal["cut", "dense", "error", "wrong"]
 class LintRule(NamedTuple):
     """A defect of one backward node."""
 
-    node: str  # pattern of Node.name(), as fnmatch reads it; ? is the number of an overload
+    node: str  # fnmatch pattern of Node.name(), where ? is the number of an overload
     kind: Kind
-    order: int  # the first derivative of the loss that is affected
-    source: str  # what the user wrote
+    order: int  # the lowest derivative of the loss that is affected
+    source: str  # the user's call
     suggestion: str
-    applies: Predicate | None = None  # whether this node has the defect; None: all do
+    applies: Predicate | None = None  # true for nodes with the defect, None for all
     since: str = "0"  # the first version of torch with the defect
-    until: str = "99"  # the first without it again
+    until: str = "99"  # the first version of torch without the defect
 
 
 _VALUES = "Keep the values as a strided vector, and compute with gather, multiply and index_add."
@@ -100,16 +99,16 @@ _LAYER_NORM = (
 )
 _OUTPUT_PADDING = "Leave output_padding at 0, and pad or crop the output instead."
 _EAGER = "Compile the whole derivative, torch.compile(torch.func.grad(...)), or run the forward uncompiled."
-_SAMPLE = "Take the sample as a constant, or reparametrise it another way."
+_SAMPLE = "Take the sample as a constant, or reparametrize it another way."
 _CTC = "Write the forward recursion with torch.logsumexp."
-_EARLIER = "Lint the loss whose gradient this is: the operation that cannot go on is named there."
+_EARLIER = "Lint the loss whose gradient this is. The finding names the operation."
 
 _COO_FACTOR = both(needs_gradient(1), layout_in("_saved_mat1", COO))
 _COMPRESSED_FACTOR = both(needs_gradient(1), layout_in("_saved_mat1", COMPRESSED))
 
 _KNOWN: tuple[LintRule, ...] = (
-    # Sparse tensors. The gradient of their values is read by `_values()`, which detaches; a gradient is put back
-    # on a pattern by `sparse_mask`, which has one derivative and no second.
+    # Sparse tensors. The gradient of their values is read by `_values()`, which detaches. `sparse_mask` restricts a
+    # gradient to a pattern. It has no second derivative.
     LintRule(
         "SparseCooTensorWithDimsAndTensorsBackward?",
         "cut",
@@ -191,7 +190,7 @@ _KNOWN: tuple[LintRule, ...] = (
     LintRule("SparseLogSoftmaxBackward?", "error", 2, "torch.sparse.log_softmax", _VALUES),
     LintRule("SparseSumBackward?", "error", 2, "torch.sparse.sum(a, dim)", _VALUES),
     LintRule("SparseMmReduceImplBackward?", "error", 2, "torch.sparse.mm(a, b, reduce)", _VALUES),
-    # Look-ups and segments.
+    # Lookups and segments.
     LintRule(
         "EmbeddingBackward?",
         "cut",
@@ -279,7 +278,7 @@ _KNOWN: tuple[LintRule, ...] = (
         "torch._fake_quantize_learnable_per_tensor_affine and per_channel",
         "Write it out with a straight-through round: x + (x.round() - x).detach().",
     ),
-    # Normalisation and convolution.
+    # Normalization and convolution.
     LintRule("NativeLayerNormBackward?", "wrong", 3, "F.layer_norm", _LAYER_NORM),
     LintRule("NativeLayerNormBackwardBackward?", "wrong", 2, "the gradient of F.layer_norm", _LAYER_NORM),
     LintRule(
@@ -352,15 +351,15 @@ _KNOWN: tuple[LintRule, ...] = (
     LintRule(
         "CompiledFunctionBackwardBackward", "error", 1, "the gradient of a torch.compile'd function", _EAGER
     ),
-    # What torch puts into a gradient's graph where a derivative is missing.
+    # Nodes that torch puts into the graph of a gradient if a derivative is missing.
     LintRule(
         "torch::autograd::NotImplemented", "error", 1, "a gradient without a derivative of its own", _EARLIER
     ),
     LintRule(
         "torch::autograd::Error", "error", 1, "the gradient of a once_differentiable function", _EARLIER
     ),
-    # Nodes that only CUDA makes: not run, but read in torch's derivatives.yaml, where the derivative of the
-    # backward is marked as not implemented, or is the batch_norm one above, or uses a saved raw gradient.
+    # Nodes that only CUDA makes. They were not run. The file derivatives.yaml of torch marks the derivative of their
+    # backward as not implemented, gives the derivative for batch_norm above, or uses a saved raw gradient.
     LintRule("*AttentionForwardBackward?", "error", 2, "attention by a fused kernel", _MATH),
     LintRule("CudnnRnnBackward?", "error", 2, "an RNN by cuDNN", _NATIVE_RNN),
     LintRule("CudnnRnnBackwardBackward?", "error", 1, "the gradient of an RNN by cuDNN", _NATIVE_RNN),
@@ -383,7 +382,7 @@ _KNOWN: tuple[LintRule, ...] = (
 )
 
 RULES = tuple(rule for rule in _KNOWN if rule.since <= torch.__version__ < rule.until)
-"""The defects of the torch that is installed."""
+"""The defects of the installed version of torch."""
 
 _PIECEWISE_LINEAR = (
     *(
@@ -398,7 +397,7 @@ _PIECEWISE_LINEAR = (
 
 
 def is_piecewise_linear(name: str) -> bool:
-    """Say whether a node is of an activation whose second derivative is zero where it exists: no defect.
+    """Return whether a node belongs to a piecewise linear activation. Its zero second derivative is no defect.
 
     Example:
         >>> from metagrad.autograd.checks.lint_rules import is_piecewise_linear

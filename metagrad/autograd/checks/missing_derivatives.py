@@ -1,4 +1,4 @@
-"""The error for derivatives that do not exist."""
+"""The error for missing derivatives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metagrad.core.tape import graph_nodes
 
 
 class MissingDerivative(ValueError):  # noqa: N818 - it reads as what it says
-    """A derivative of the order that is needed does not exist in torch, or is known to be wrong."""
+    """A required derivative does not exist in torch, or is known to be incorrect."""
 
 
 def refuse_missing(
@@ -24,14 +24,14 @@ def refuse_missing(
     behind: Iterable[Node] = (),
     kinds: tuple[Kind, ...] = ("cut", "error", "wrong"),
 ) -> None:
-    """Raise if derivatives of a loss up to an order are cut, missing or wrong, naming every node to blame.
+    """Raise ``MissingDerivative`` with every node whose derivatives are detached, missing or incorrect.
 
     Args:
         call: How the error names the caller.
-        loss: With its graph.
+        loss: A tensor with a graph.
         order: 2 for products, 3 for products that are differentiated.
-        behind: Nodes at which the walk over the graph ends.
-        kinds: What to refuse.
+        behind: The nodes that end the walk over the graph.
+        kinds: The kinds of findings that raise.
     """
     found = findings(with_recomputed(graph_nodes([loss], set(behind))), order, kinds)
     if found:

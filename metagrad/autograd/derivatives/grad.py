@@ -1,4 +1,4 @@
-"""Gradients of a scalar with respect to trees of tensors."""
+"""Gradients of a scalar with respect to pytrees of tensors."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def grad(
     retain_graph: bool | None = None,
     materialize_grads: bool = False,
 ) -> Tree:
-    r"""Compute the gradient of a scalar with respect to a tree of tensors.
+    r"""Compute the gradient of a scalar with respect to a pytree of tensors.
 
     .. math:: g_k = \partial\, \mathrm{loss} / \partial\, \mathrm{params}_k
 
     Args:
         loss: A tensor with one element.
-        params: A dict, list, tuple or named tuple (nested as you like) of tensors that require grad, or one.
-        create_graph: Keep the gradient on the tape, so that it can be differentiated again; inside a transform such
-            as ``torch.func.grad`` it always is.
-        retain_graph: Keep the loss's graph for another backward pass; by default as ``create_graph`` says.
-        materialize_grads: Return zeros for parameters that the loss does not use, instead of an error.
+        params: A tensor that requires grad, or a nested dict, list, tuple or named tuple of such tensors.
+        create_graph: Return gradients that can be differentiated again. Inside a transform such as
+            ``torch.func.grad`` they always can.
+        retain_graph: Keep the graph of the loss for another backward pass. The default is ``create_graph``.
+        materialize_grads: Return zeros for parameters that the loss does not use, instead of raising.
 
     Returns:
-        The gradients, in the same tree as ``params``; each has the shape of its parameter.
+        The gradients, as a pytree like ``params``. Each gradient has the shape of its parameter.
 
     Raises:
-        ValueError: ``loss`` has more than one element, is complex or has no graph; a parameter does not require
-            grad or is not used (each is named by its key); or, with ``create_graph``, the gradients could not be
-            differentiated again: :func:`metagrad.autograd.lint` finds a node that cuts, raises or errs at
-            order 2 of the loss. A defect at order 3, such as ``layer_norm``'s, is refused when the gradient is
-            differentiated, again with ``create_graph``; dense gradients of sparse tensors never are.
+        ValueError: ``loss`` has more than one element, is complex or has no graph. A parameter does not require grad
+            or is not used, and the message names it. With ``create_graph``, the gradients cannot be differentiated
+            again: :func:`metagrad.autograd.lint` finds an incorrect or missing derivative of order 2. An incorrect
+            derivative of order 3, as ``layer_norm`` has, raises when the gradient is differentiated with
+            ``create_graph``. Dense gradients of sparse tensors do not raise.
         TypeError: A leaf of ``params`` is not a tensor.
 
     Example:
@@ -81,7 +81,7 @@ def grad(
 
 
 def check_loss(call: str, loss: Tensor) -> None:
-    """Refuse what is not one number with a graph."""
+    """Raise ``ValueError`` or ``TypeError`` unless ``loss`` is a real scalar with a graph."""
     if not is_a(loss, Tensor):
         raise TypeError(f"{call}: loss must be a tensor, got {type(loss).__name__}.")
     if loss.numel() != 1:
@@ -103,7 +103,7 @@ def check_loss(call: str, loss: Tensor) -> None:
 
 
 def refuse_complex(call: str, loss: Tensor) -> None:
-    """Refuse a loss of which torch would silently take the real part, where it is handed a cotangent."""
+    """Raise ``ValueError`` if a loss is complex. Given a cotangent, torch would silently use its real part."""
     if loss.is_complex():
         raise ValueError(
             f"{call}: the loss must be real, got {loss.dtype}; a complex number has no gradient to descend along. "
@@ -112,7 +112,7 @@ def refuse_complex(call: str, loss: Tensor) -> None:
 
 
 def check_params(call: str, params: Tree, leaves: Sequence[object]) -> None:
-    """Refuse leaves that are not tensors that require grad, by name."""
+    """Raise if a leaf is no tensor that requires grad. The message names the leaf."""
     if all(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return
     for name, leaf in zip(leaf_names(params, "params"), leaves, strict=True):

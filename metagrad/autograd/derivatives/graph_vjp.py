@@ -1,4 +1,4 @@
-"""Products with the Jacobian of a recorded graph and with its transpose; of a gradient, with the Hessian."""
+"""Products with the Jacobian of a recorded graph, and with its transpose. The Jacobian of a gradient is a Hessian."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def graph_vjp(
     create_graph: bool = False,
     retain_graph: bool | None = None,
 ) -> list[Tensor | None]:
-    r"""Multiply cotangents with the transposed Jacobian of outputs.
+    r"""Multiply the transposed Jacobian of outputs by cotangents.
 
     .. math:: \sum_o J_o^\top u_o, \qquad H v = J_g^\top v \text{ for a gradient } g
 
-    Outputs that do not require grad, or are None, are left out, and so are those whose cotangent is None.
+    Outputs that do not require grad, or that are None or have a cotangent of None, are omitted.
 
     Args:
         outputs: Tensors with a graph, of any shapes.
-        inputs: What to differentiate with respect to: tensors of that graph, or gradient edges.
+        inputs: The tensors of that graph, or the gradient edges, to differentiate with respect to.
         cotangents: One for each output, in its shape.
         batched: Take stacks ``[m, *shape]`` of cotangents, and return stacks.
-        create_graph: Put the products on the tape.
-        retain_graph: Keep the graph for further products; None is as ``create_graph``.
+        create_graph: Return differentiable products.
+        retain_graph: Keep the graph for further products. The default is ``create_graph``.
 
     Returns:
-        One product for each input, in its shape; None where no output depends on it.
+        One product for each input, in its shape. None if no output depends on the input.
 
     Example:
         >>> from metagrad.autograd.derivatives.graph_vjp import graph_vjp
@@ -62,11 +62,11 @@ def graph_vjp(
 
 
 class TransposedProduct(NamedTuple):
-    """The product of the transposed Jacobian of a graph with cotangents, as a function of these, with its graph.
+    """The product of the transposed Jacobian of a graph with variable cotangents, with its graph.
 
     Attributes:
         cotangents: One leaf of zeros for each output, which requires grad where the output does.
-        products: One for each input, in its shape; None where no output depends on it.
+        products: One for each input, in its shape. None if no output depends on the input.
     """
 
     cotangents: list[Tensor]
@@ -79,9 +79,9 @@ class TransposedProduct(NamedTuple):
         create_graph: bool = False,
         retain_graph: bool | None = None,
     ) -> list[Tensor | None]:
-        """Multiply the Jacobian with tangents; takes and returns what :func:`graph_jvp` does.
+        """Multiply the Jacobian by tangents, as :func:`graph_jvp` does.
 
-        ``retain_graph`` keeps the recorded graph for further products; None is as ``create_graph``.
+        ``retain_graph`` keeps the recorded graph for further products. The default is ``create_graph``.
         """
         variables = [cotangent for cotangent in self.cotangents if cotangent.requires_grad]
         found = iter(
@@ -99,12 +99,12 @@ def transposed_product(
 
     .. math:: J v = \nabla_u \langle J^\top u, v \rangle
 
-    :math:`J^\top u` is linear in :math:`u`, so this gradient is the same at every :math:`u`: it is the
-    vector-Jacobian product of what is recorded here with :math:`v`.
+    :math:`J^\top u` is linear in :math:`u`, so this gradient does not depend on :math:`u`. It is the vector-Jacobian
+    product of the recorded graph with :math:`v`.
 
     Args:
         outputs: Tensors with a graph, of any shapes.
-        inputs: What to differentiate with respect to: tensors of that graph, or gradient edges.
+        inputs: The tensors of that graph, or the gradient edges, to differentiate with respect to.
 
     References:
         Townsend, "A new trick for calculating Jacobian vector products", 2017.
@@ -121,16 +121,16 @@ def graph_jvp(
     *,
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    r"""Multiply the Jacobian of outputs with tangents, by two vector-Jacobian products.
+    r"""Multiply the Jacobian of outputs by tangents, with two vector-Jacobian products.
 
     Args:
-        outputs: Tensors with a graph, of any shapes; it is kept.
-        inputs: What to differentiate with respect to: tensors of that graph, or gradient edges.
-        tangents: One for each input, in its shape; None where it is zero.
-        create_graph: Put the products on the tape.
+        outputs: Tensors with a graph, of any shapes. The graph is kept.
+        inputs: The tensors of that graph, or the gradient edges, to differentiate with respect to.
+        tangents: One for each input, in its shape. None stands for zero.
+        create_graph: Return differentiable products.
 
     Returns:
-        One product for each output, in its shape; None where it depends on no input that has a tangent.
+        One product for each output, in its shape. None if the output depends on no input that has a tangent.
 
     Example:
         >>> from metagrad.autograd.derivatives.graph_vjp import graph_jvp

@@ -1,4 +1,4 @@
-"""Products of a Hessian with a vector, by the tape or by forward mode."""
+"""Hessian-vector products in reverse mode or forward mode."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ HvpMode = Literal["reverse", "forward"]
 
 
 class Hvp(NamedTuple):
-    """A Hessian-vector product, and what is computed on the way to it.
+    """A Hessian-vector product with the loss and the gradient.
 
     Attributes:
-        loss: The loss at the parameters.
-        gradient: Its gradient, in the tree of the parameters.
-        product: The Hessian times the vector, likewise.
+        loss: The loss at the parameters, a scalar.
+        gradient: The gradient, as a pytree like the parameters.
+        product: The Hessian-vector product, as a pytree like the parameters.
     """
 
     loss: Tensor
@@ -55,41 +55,41 @@ def hvp(
     mode: HvpMode = "reverse",
     create_graph: bool = False,
 ) -> Hvp:
-    r"""Multiply the Hessian of a loss with a vector.
+    r"""Compute a Hessian-vector product (HVP) of a loss function.
 
     .. math:: H v = \frac{d}{d\varepsilon} \nabla L(\theta + \varepsilon v) \Big|_{\varepsilon = 0}
 
     ========= ============================================ =======================================================
     mode      how                                          memory, and where it does not work
     ========= ============================================ =======================================================
-    "reverse" the gradient of :math:`\langle g, v \rangle` the loss's graph and the gradient's; works with every tape
-    "forward" ``torch.func.jvp`` of ``torch.func.grad``    the loss's graph and its tangents; not with operations that
-                                                           lack forward derivatives (most attention kernels,
-                                                           ``F.mse_loss``) or write in place; goes through
-                                                           ``torch.no_grad``, whose results the others hold constant
+    "reverse" the gradient of :math:`\langle g, v \rangle` the graphs of loss and gradient, always works
+    "forward" ``torch.func.jvp`` of ``torch.func.grad``    the graph of the loss and its tangents, fails for
+                                                           operations that write in place or lack forward derivatives
+                                                           (most attention kernels, ``F.mse_loss``), and
+                                                           differentiates through ``torch.no_grad``
     ========= ============================================ =======================================================
 
-    Reverse mode frees its graphs with the product; :func:`linearize` keeps the graph of the gradient for many
-    products, and is not quicker for one.
+    Reverse mode frees its graphs after the product. :func:`linearize` keeps the graph of the gradient for many
+    products. It is not faster for a single product.
 
     Args:
-        loss_fn: ``loss_fn(params, *args)``, a tensor with one element; deterministic but for torch's random
-            numbers.
-        params: A tree of floating point tensors; they need not require grad.
-        v: A tree of the same structure, shapes and dtypes.
-        *args: What else the loss takes; the Hessian is not taken with respect to it.
-        mode: How.
-        create_graph: Put the results on the tape, so that they can be differentiated with respect to ``params``,
-            ``v`` and whatever else requires grad; inside a ``torch.func`` transform they always can.
+        loss_fn: ``loss_fn(params, *args)`` returns a tensor with one element. It must be deterministic except for the
+            random numbers of torch.
+        params: A pytree of floating point tensors. They need not require grad.
+        v: A pytree of the same structure, shapes and dtypes.
+        *args: Other arguments of the loss. The Hessian does not include them.
+        mode: ``"reverse"`` or ``"forward"``, see the table.
+        create_graph: Return results that can be differentiated with respect to ``params``, ``v`` and other tensors
+            that require grad. Inside a ``torch.func`` transform they always can.
 
     Returns:
-        The loss, the gradient and the product. Gradient and product are zeros for parameters that they do not
-        depend on.
+        The loss, the gradient and the product. Gradient and product are zero for parameters that the loss does not
+        use.
 
     Raises:
-        ValueError: ``mode`` is unknown, ``v`` has another structure or another shape than ``params``, the loss has
-            more than one element or is complex, or an operation lacks the derivative that the mode needs, or with
-            ``create_graph`` the one after it.
+        ValueError: ``mode`` is unknown, or ``v`` has another structure or shape than ``params``. The loss has more
+            than one element or is complex. An operation lacks a derivative that the mode needs. With
+            ``create_graph``, this includes the next derivative.
         TypeError: A leaf is not a floating point tensor.
 
     Example:
@@ -132,7 +132,7 @@ def hvp(
 
 
 Products = tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]
-"""Loss, gradient, product."""
+"""Loss, gradient and product."""
 
 
 def _reverse(
@@ -154,7 +154,7 @@ def _reverse(
 def _nested(
     fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor], weights: list[Tensor], create_graph: bool
 ) -> Products:
-    """Take the gradient of the gradient by transforms, which nest in others where the tape does not."""
+    """Differentiate the gradient by transforms, which nest inside other transforms. An autograd graph does not."""
     with forward_mode(), hooks_aside():
         (gradient, loss), pull, *_ = torch.func.vjp(torch.func.grad_and_value(fn), leaves)
         (product,) = pull((weights, torch.zeros_like(loss)))
@@ -182,7 +182,7 @@ def _forward(
 
 
 def _has_gradient(fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor]) -> bool:
-    """Return whether the gradient exists without forward mode, which then is to blame for an error."""
+    """Return whether the gradient exists without forward mode, so that forward mode caused the error."""
     try:
         torch.func.grad(fn)(leaves)
     except Exception:
@@ -191,7 +191,7 @@ def _has_gradient(fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor]
 
 
 def _variable(leaf: Tensor) -> Tensor:
-    """Give a parameter an identity of its own: the loss may read the same tensor elsewhere, as a constant."""
+    """Return a tensor with its own identity, since the loss may also read the parameter as a constant."""
     return leaf.view_as(leaf) if leaf.requires_grad else leaf.detach().requires_grad_()
 
 

@@ -1,4 +1,4 @@
-"""The gradient of a loss, linearized: one graph that serves any number of Hessian-vector products."""
+"""The graph of a gradient, which serves any number of Hessian-vector products."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ def linearize(loss: Tensor, params: Tree, *, create_graph: bool = False) -> Line
 
     .. math:: g = \nabla L(\theta), \qquad H v = \nabla_\theta \langle g(\theta), v \rangle
 
-    A product costs 1.5 to 2.3 gradients. A product that starts from the loss costs 3 to 4. ``close()`` frees the
-    graph, and so does leaving the ``with`` block, also by an exception.
+    A product takes as long as 1.5 to 2.3 gradients. A product that starts from the loss takes as long as 3 to 4.
+    ``close()`` frees the graph. Leaving the ``with`` block also closes it.
 
     Args:
-        loss: A tensor with one element, and its graph.
-        params: A tree of tensors that require grad and that the loss was computed from.
-        create_graph: Put the gradient and the products on the tape; inside ``torch.func.grad`` they always are.
+        loss: A tensor with one element and a graph.
+        params: A pytree of tensors that require grad and that the loss was computed from.
+        create_graph: Return a gradient and products that are differentiable. Inside ``torch.func.grad`` they always
+            are.
 
     Returns:
         A context manager with ``gradient`` and ``hvp(v)``.
 
     Raises:
-        ValueError: ``loss`` has more than one element or no graph; a parameter does not require grad, is not used, or
-            has a sparse gradient (it is named). As its subclass ``MissingDerivative``: an operation's derivative of
-            order 2, or with ``create_graph`` of order 3, is missing or wrong in torch.
+        ValueError: ``loss`` has more than one element or no graph. A parameter does not require grad, is not used, or
+            has a sparse gradient, and the message names it.
+        MissingDerivative: The derivative of an operation is missing or incorrect in torch, at order 2, or at order 3
+            with ``create_graph``.
         TypeError: A leaf of ``params`` is not a tensor.
 
     Example:
@@ -58,12 +60,13 @@ def linearize(loss: Tensor, params: Tree, *, create_graph: bool = False) -> Line
 
 
 class Linearization:
-    """The gradient of a loss, and its graph for Hessian-vector products; :func:`linearize` makes it.
+    """The gradient of a loss, and its graph for Hessian-vector products. :func:`linearize` returns it.
+
+    Loss and gradient have a graph until ``close()`` if :func:`linearize` was called with ``create_graph``.
 
     Attributes:
-        loss: Its value.
-        gradient: In the tree of the parameters. Both are on the tape until closed, if linearized with
-            ``create_graph``.
+        loss: The value of the loss.
+        gradient: The gradient, as a pytree like the parameters.
     """
 
     def __init__(self, loss: Tensor, params: Tree, recorded: JacobianGraph, *, create_graph: bool) -> None:
@@ -75,19 +78,18 @@ class Linearization:
         self.gradient: Tree = gradient if create_graph else tree_map(torch.Tensor.detach, gradient)
 
     def hvp(self, v: Tree, *, chunk: Bytes = "64MiB") -> Tree:
-        """Multiply the Hessian with a vector, or with several.
+        """Compute a Hessian-vector product, or a stack of products.
 
         Args:
-            v: In the tree and the shapes of the parameters; or a stack of k, where every tensor has a leading
-                dimension of size k.
-            chunk: Working memory that the products of a stack may take, in bytes or as ``"64MiB"``.
+            v: A pytree like the parameters. For a stack of k vectors, every tensor has a leading dimension of size k.
+            chunk: Maximum working memory for the products of a stack, in bytes or as ``"64MiB"``.
 
         Returns:
             The product, or the stack of products.
 
         Raises:
-            ValueError: Closed; ``v`` has another structure, shape or dtype; a product has nan or inf (the parameter
-                is named); or a parameter was written since.
+            ValueError: The graph is closed, or ``v`` has another structure, shape or dtype. A product has NaN or Inf,
+                and the message names the parameter. A parameter was modified in place.
 
         Example:
             >>> w = torch.tensor(2.0, requires_grad=True)
@@ -107,7 +109,7 @@ class Linearization:
         return tree_unflatten(products, self._spec)
 
     def close(self) -> None:
-        """Free the graph; products raise from now on. The gradient stays, without graph."""
+        """Free the graph. Products raise afterwards. The gradient stays without its graph."""
         self._recorded = None
         self.gradient = tree_map(torch.Tensor.detach, self.gradient)
         self.loss = self.loss.detach()
@@ -121,7 +123,7 @@ class Linearization:
         self.close()
 
     def _stack(self, recorded: JacobianGraph, vectors: Sequence[Tensor], chunk: int) -> list[Tensor]:
-        """Multiply stacks: on the tape one by one, for derivatives of what vmap has batched are not always right."""
+        """Compute a stack of products. Differentiable products run in turn, since vmap can differentiate wrongly."""
         if recorded.on_tape:
             rows = [recorded.pull(row) for row in zip(*vectors, strict=True)]
             return [torch.stack(parts) for parts in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""The one engine of curvature: outputs with their graph, and products with their Jacobian and its transpose."""
+"""The engine of curvature: outputs with their graph, and products with their Jacobian and its transpose."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class JacobianGraph:
     .. math:: \mathrm{pull}(u) = J^\top u = \nabla_\theta \langle z, u \rangle, \qquad
               \mathrm{push}(v) = J v = \nabla_u \langle J^\top u, v \rangle
 
-    The outputs of a Hessian are the parts of a gradient, so that ``pull`` is its product. A Gauss-Newton matrix is
-    ``push``, a matrix of the outputs, and ``pull``.
+    If the outputs are a gradient, ``pull`` is the Hessian-vector product. A Gauss-Newton product is ``push``, a
+    product with a matrix of the outputs, and ``pull``.
 
     Args:
         call: How errors name the caller.
-        outputs: Tensors with a graph; those without one, and None, have a derivative of zero.
-        params: What to differentiate with respect to, by what errors call it.
-        create_graph: Put products on the tape while grad mode is on.
+        outputs: Tensors with a graph. Tensors without a graph, and None, have a derivative of zero.
+        params: The tensors to differentiate with respect to, by their names in errors.
+        create_graph: Return differentiable products in grad mode.
 
     References:
         Pearlmutter, "Fast exact multiplication by the Hessian", Neural Computation 6(1), 1994; Townsend, "A new trick
@@ -56,11 +56,11 @@ class JacobianGraph:
 
     @property
     def on_tape(self) -> bool:
-        """Whether a product that is made now can be differentiated."""
+        """True if products are differentiable at the moment."""
         return self._create_graph and torch.is_grad_enabled()
 
     def pull(self, cotangents: Sequence[Tensor], batched: bool = False) -> list[Tensor]:
-        """Multiply the transposed Jacobian with cotangents, or with stacks ``[m, *shape]`` of them."""
+        """Multiply the transposed Jacobian by cotangents, or by stacks ``[m, *shape]`` of cotangents."""
         found = graph_vjp(
             self.outputs,
             self.inputs,
@@ -72,7 +72,7 @@ class JacobianGraph:
         return _filled(found, self.inputs, len(cotangents[0]) if batched else None)
 
     def push(self, tangents: Sequence[Tensor], batched: bool = False) -> list[Tensor]:
-        """Multiply the Jacobian with tangents, or with stacks of them."""
+        """Multiply the Jacobian by tangents, or by stacks of tangents."""
         cotangents, products = self._record()
         found = graph_vjp(
             products, cotangents, tangents, batched=batched, create_graph=self.on_tape, retain_graph=True
@@ -80,11 +80,11 @@ class JacobianGraph:
         return _filled(found, cotangents, len(tangents[0]) if batched else None)
 
     def mixed(self, cotangents: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor | None]:
-        """Multiply the transposed Jacobian in other tensors of the graph; None where nothing depends on one."""
+        """Multiply the transposed Jacobian with respect to other tensors. None if no output depends on a tensor."""
         return graph_vjp(self.outputs, others, cotangents, create_graph=self.on_tape, retain_graph=True)
 
     def block(self, places: Sequence[int], *, is_symmetric: bool) -> JacobianGraph:
-        """Return the columns of some parameters, by number; of a symmetric matrix, their diagonal block."""
+        """Return the columns of the Jacobian for some parameters, or the diagonal block of a symmetric one."""
         outputs = [self.outputs[i] for i in places] if is_symmetric else self.outputs
         names = list(self.params)
         params = {names[i]: self.inputs[i] for i in places}
@@ -95,7 +95,7 @@ class JacobianGraph:
         return part
 
     def refuse_moved(self) -> None:
-        """Raise ``ValueError`` if a parameter was written since the graph was recorded; the error names it."""
+        """Raise ``ValueError`` if a parameter was modified after the graph was recorded."""
         for p, version, memory in self._seen:
             if p._version != version or p.data_ptr() != memory:
                 refuse_freed(self.call, self.params)
@@ -107,7 +107,7 @@ class JacobianGraph:
                 )
 
     def _record(self) -> TransposedProduct:
-        """Record the backward pass for cotangents that are variables, once."""
+        """Record the backward pass for variable cotangents. The record is cached."""
         if self._transposed is None:
             outputs = [z for z in self.outputs if z is not None]
             refuse_order(self.call, outputs, self.inputs, 3 if self._create_graph else 2)
@@ -122,12 +122,12 @@ def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bo
     Args:
         call: How errors name the caller.
         loss: A tensor with one element, and its graph.
-        params: A tree of tensors that require grad and that the loss was computed from.
-        create_graph: Put products on the tape.
+        params: A pytree of tensors that require grad and that the loss was computed from.
+        create_graph: Return differentiable products.
 
     Raises:
-        ValueError: The loss is no scalar with a graph or does not depend on a parameter, a parameter stands under two
-            names or has a sparse gradient, or an operation lacks a derivative.
+        ValueError: The loss is no scalar with a graph, or it does not depend on a parameter. A parameter has two
+            names or a sparse gradient. An operation lacks a derivative.
     """
     check_loss(call, loss)
     named = checked_leaves(call, params)
@@ -141,10 +141,10 @@ def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bo
 
 
 def checked_leaves(call: str, params: Tree) -> dict[str, Tensor]:
-    """Return the leaves of a tree by what errors call them.
+    """Return the leaves of a pytree by their names in errors.
 
     Raises:
-        ValueError: A leaf does not require grad or stands under two names, or there is none.
+        ValueError: A leaf does not require grad or has two names, or there is no leaf.
         TypeError: A leaf is no tensor.
     """
     leaves, names = tree_leaves(params), leaf_names(params, "params")
@@ -165,7 +165,7 @@ def checked_leaves(call: str, params: Tree) -> dict[str, Tensor]:
 
 
 def refuse_unused(call: str, is_used: Mapping[str, bool]) -> None:
-    """Raise ``ValueError`` if a loss does not depend on all parameters; the error names the others."""
+    """Raise ``ValueError`` if a loss does not depend on all parameters. The error names the unused ones."""
     unused = [name for name, used in is_used.items() if not used]
     if unused:
         raise ValueError(
@@ -183,35 +183,35 @@ def _refuse_sparse(call: str, names: Iterable[str], parts: Sequence[Tensor | Non
 
 
 def refuse_order(call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], order: int) -> None:
-    """Raise ``MissingDerivative`` if torch lacks a derivative of this order, or has it wrong."""
+    """Raise ``MissingDerivative`` if a derivative of this order is missing or incorrect in torch."""
     behind = [get_gradient_edge(p).node for p in inputs]
     for output in outputs:
         refuse_missing(call, output, order=order, behind=behind)
 
 
 def _filled(found: Sequence[Tensor | None], like: Sequence[Tensor], count: int | None) -> list[Tensor]:
-    """Put zeros where there is no derivative."""
+    """Return derivatives, with zeros in place of None."""
     leading = () if count is None else (count,)
     return [z.new_zeros(*leading, *z.shape) if f is None else f for f, z in zip(found, like, strict=True)]
 
 
 Product = Callable[[Tensor, bool], Tensor]
-"""``product(row, False)`` multiplies ``[n]``; ``product(rows, True)`` multiplies ``[m, n]`` in one backward pass."""
+"""``product(row, False)`` takes ``[n]``. ``product(rows, True)`` takes ``[m, n]`` in one backward pass."""
 
-# On a CPU, products together save the overhead of many small operations, and lose where their operands leave the
-# cache. Time of 8 together on one core, relative to one by one, by the memory that one takes: 0.3 at 0.05 MiB, 0.6 to
-# 0.8 at 0.25 to 0.5 MiB, 0.9 to 1.1 at 1 MiB, 1.1 to 1.4 at 2 MiB (transformers, MLPs and CNNs of several widths).
+# On a CPU, a batch of products saves the overhead of many small operations. It is slower if the operands do not fit
+# the cache. A batch of 8 on one core takes 0.3 times as long as 8 products in turn if a product needs 0.05 MiB. The
+# factor is about 1.0 at 1 MiB and 1.1 to 1.4 at 2 MiB.
 _CPU_CACHE = 4 * 2**20
 _FEWEST_ON_CPU = 8
 
 
 class BatchedVjp:
-    """Runs products one by one or batched: as many as fit into a chunk, if batching is possible and faster.
+    """Runs products in batches that fit into a chunk, or in turn if batches are impossible or slower.
 
     The first product is measured.
 
     Attributes:
-        bytes_each: Working memory of one product at its peak, in bytes; None before the first.
+        bytes_each: Peak working memory of one product, in bytes. None before the first product.
         is_legal: False once an operation could not be batched.
     """
 
@@ -220,7 +220,7 @@ class BatchedVjp:
         self.is_legal: bool = True
 
     def rows(self, product: Product, vectors: Tensor, chunk: int) -> Tensor:
-        """Multiply rows ``[k, n]``; no product is on the tape."""
+        """Compute the products of rows ``[k, n]``, without a graph."""
         found = torch.empty_like(vectors, requires_grad=False)
         start = 0
         while start < len(vectors):
@@ -236,7 +236,7 @@ class BatchedVjp:
         return found
 
     def most(self, chunk: int, device: torch.device) -> int:
-        """Return how many products to ask for at once; two at first, one of which is measured."""
+        """Return the number of products in the next batch. Initially it is two, and the first is measured."""
         if self.bytes_each is None:
             return 2
         on_cpu = device.type == "cpu"
@@ -253,12 +253,12 @@ class BatchedVjp:
         return found
 
     def _batched(self, product: Product, vectors: Tensor) -> Tensor | None:
-        """Return None if an operation cannot be batched, or only by a loop of its own, which is slower."""
+        """Return None if an operation cannot be batched, or only by a slower loop inside vmap."""
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*performance drop")
             try:
                 return product(vectors, True)
             except (RuntimeError, NotImplementedError, UserWarning):
-                # If the error has another cause, it is raised again by the products one by one.
+                # If the error has another cause, a single product raises it again.
                 self.is_legal = False
                 return None

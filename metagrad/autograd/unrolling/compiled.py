@@ -1,7 +1,7 @@
 """Loops of compiled steps: ``torch.compile`` of a pure function, whose compiled derivative autograd calls.
 
-What changes from step to step or from call to call is an argument, so that what was compiled once serves any
-number of steps: the state, the number of the step, data and hyperparameters. ``torch.compile`` guards all else.
+Everything that changes from step to step or from call to call is an argument: the state, the number of the step,
+data and hyperparameters. So one compiled function serves any number of steps. ``torch.compile`` guards the rest.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, is_differen
 
 T = TypeVar("T")
 Compile: TypeAlias = "bool | Mapping[str, Any]"
-"""Whether to compile, or the keyword arguments of ``torch.compile``."""
+"""True to compile, or the keyword arguments of ``torch.compile``."""
 
 SMALL = 2**18
-"""Up to so many elements, the calls around a step take longer than the step."""
+"""Maximum number of elements of small steps. The calls around a small step take longer than the step."""
 SEVERAL = 5
-"""How many small steps are compiled together."""
+"""Number of small steps that are compiled together."""
 
 
 def checked_compile(call: str, compile: Compile) -> dict[str, Any] | None:
-    """Return the arguments of ``torch.compile``; None if nothing is to be compiled."""
+    """Return the arguments of ``torch.compile``, or None for eager execution."""
     if isinstance(compile, (bool, Mapping)):
         return dict(compile) if isinstance(compile, Mapping) else {} if compile else None
     raise ValueError(
@@ -51,38 +51,39 @@ class Compiler:
     """Compiles functions, and falls back to eager execution with one warning if that fails.
 
     Args:
-        call: How warnings name what is compiled.
+        call: How warnings name the compiled call.
         options: The arguments of ``torch.compile``.
 
     Attributes:
-        by_steps: Whether one function of a whole loop has turned out to be of no use.
-        pulls: Whether vector-Jacobian products of steps can be compiled by themselves.
-        rule: The last rule, the dtype and device that it was made for, and its parts.
+        by_steps: True if steps are compiled one at a time, since one function of a whole loop does not help.
+        compiles_products: True if vector-Jacobian products of steps can be compiled on their own.
+        rule: The last rule, its dtype and device, and its parts.
+        reason: Why the compiler fell back to eager execution, or None.
     """
 
     def __init__(self, call: str, options: Mapping[str, Any]) -> None:
         self.call, self.options = call, options
-        self.by_steps, self.pulls = False, True
+        self.by_steps, self.compiles_products = False, True
         self.rule: tuple[object, object, tuple[list[Tensor], Structure]] | None = None
         self.reason: str | None = None
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle what is to be compiled, but nothing that was."""
+        """Copy and pickle the options, but no compiled function."""
         return type(self), (self.call, self.options)
 
     def of(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return the compiled form of a module-level function."""
         if function not in self._functions:
-            # What torch has compiled is found by code object, which others must not share.
+            # Torch caches compiled code by code object, so this compiler needs a code object of its own.
             own = types.FunctionType(function.__code__.replace(), function.__globals__)
             options = {"fullgraph": True, "dynamic": False, **self.options}
             self._functions[function] = torch.compile(own, **options)
         return self._functions[function]
 
     def attempt(self, compiled: Callable[[], T], eager: Callable[[], T], reason: str | None = None) -> T:
-        """Return what ``compiled()`` returns, or ``eager()`` for a reason that is known or found out."""
+        """Return ``compiled()``. Return ``eager()`` if there is a reason, or if ``compiled()`` raises."""
         reason = reason or self.reason or cannot_recompute()
         if reason is None:
             try:
@@ -105,7 +106,7 @@ class Compiler:
     def unroll(
         self, step: Step, state: Tree, args: tuple[Any, ...], times: range, memory: MemoryMode | int
     ) -> tuple[Tree, Tree]:
-        """Run a loop; ``t``, ints of the state and floats of the arguments reach the step as 0-d tensors."""
+        """Run a loop. ``t``, ints of the state and floats of the arguments reach the step as 0-d tensors."""
         tensors = dissect((state, args))[0]
         device = tensors[0].device if tensors else torch.device("cpu")
         is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -138,8 +139,8 @@ class Compiler:
     def _pulled(
         self, modules: Sequence[nn.Module], step: Step, state: Tree, args: tuple[Any, ...], times: range
     ) -> tuple[Tree, Tree]:
-        """Run consecutive steps without their graph; their derivative is a compiled function that runs them again."""
-        if not self.pulls:
+        """Run consecutive steps without their graph. A compiled function runs them again for their derivative."""
+        if not self.compiles_products:
             return _again(self._piece)(step, state, args, times)
         tensors, structure = dissect((state, args))
         number = torch.full((), times.start, dtype=torch.int64, device=_device(state))
@@ -149,8 +150,8 @@ class Compiler:
         StateCheck(state)(new, times[-1])
         outputs, form = dissect((new, aux))
         if any(output.requires_grad for output in outputs) or not torch.equal(drawn, torch.get_rng_state()):
-            # The step reads another learned tensor, or draws random numbers.
-            self.pulls = False
+            # The step reads another tensor that requires grad, or draws random numbers.
+            self.compiles_products = False
             return self._pulled(modules, step, state, args, times)
         width = len(dissect(state)[0])
         places = [i for i, t in enumerate(tensors) if is_differentiable(t) and (i < width or t.requires_grad)]
@@ -175,7 +176,7 @@ class Compiler:
                 )
             return [dict(zip(places, found, strict=True)).get(i) for i in range(len(tensors))]
 
-        return form.fill(_Pulled.apply(pull, eager, outputs, *tensors))
+        return form.fill(_CompiledSteps.apply(pull, eager, outputs, *tensors))
 
 
 def _pull(
@@ -215,7 +216,7 @@ def _eager_pull(
     return _gradients(present, [inputs[place] for place in places])
 
 
-class _Pulled(Function):
+class _CompiledSteps(Function):
     """Outputs of compiled steps that run again for their derivative, and eagerly for a second derivative."""
 
     @staticmethod
@@ -232,7 +233,7 @@ class _Pulled(Function):
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         if not torch.is_grad_enabled():
             return (None, None, None, *ctx.pull(tensors, given))
-        # Views: a state may have been computed from an argument, whose own share is asked for.
+        # Views separate a state from an argument that it was computed from. Each has its own derivative.
         inputs = [t.view_as(t) if need else t for t, need in zip(tensors, needed, strict=True)]
         outputs, wanted = ctx.eager(inputs), [t for t, need in zip(inputs, needed, strict=True) if need]
         present = [(outputs[i], c) for i, c in given.items() if outputs[i].requires_grad]
@@ -251,7 +252,7 @@ def _advance(step: Step, count: int, state: Tree, t: Tensor, args: tuple[Any, ..
     for ahead in range(count):
         state, aux = checked_pair(step(state, t + ahead if ahead else t, *args), -1)
         collected.append(aux)
-    # In one layout, so that the next call finds what was compiled.
+    # All calls use one layout, so that torch does not compile the step again.
     return tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, state), stack(
         collected
     )
@@ -260,7 +261,7 @@ def _advance(step: Step, count: int, state: Tree, t: Tensor, args: tuple[Any, ..
 def _in_pieces(
     loop: Loop, width: int, step: Step, state: Tree, args: tuple[Any, ...], times: range
 ) -> tuple[Tree, Tree]:
-    """Run a loop on some steps after the other, and the steps that are left over one by one."""
+    """Run a loop on ``width`` steps at a time, and on each of the remaining steps."""
     whole = len(times) - len(times) % width
     parts = [times[first : first + width] for first in range(0, whole, width)]
     singles = [times[index : index + 1] for index in range(whole, len(times))]
@@ -268,7 +269,7 @@ def _in_pieces(
 
 
 def _again(loop: Loop) -> Loop:
-    """Return a loop that keeps its operands and is run again in the backward pass."""
+    """Return a loop that stores only its operands and is run again in the backward pass."""
 
     def recomputed(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
         tensors, structure = dissect((state, args))
@@ -294,7 +295,7 @@ def _again(loop: Loop) -> Loop:
         known = set(map(id, leaves))
         variables = (getattr(node, "variable", None) for node in graph_nodes(outputs))
         free = [v for v in variables if v is not None and id(v) not in known]
-        return found[0].fill(_Again.apply(again, len(tensors), outputs, *tensors, *free))
+        return found[0].fill(_RerunOutputs.apply(again, len(tensors), outputs, *tensors, *free))
 
     return recomputed
 
@@ -305,7 +306,7 @@ def _modes(modules: Sequence[nn.Module]) -> list[object]:
     return [plain, [buffer._version for module in modules for buffer in module.buffers(recurse=False)]]
 
 
-class _Again(Function):
+class _RerunOutputs(Function):
     """Outputs of a function that is run again for its derivative."""
 
     @staticmethod
@@ -340,11 +341,11 @@ def _gradients(
 
 
 def _entering(leaf: Any, *, keeps: bool = False) -> Any:
-    """Return a tensor as every step finds it: in one layout, and a result with a graph, if it can have one.
+    """Return a contiguous tensor that requires grad and is no leaf, so that all steps get the same kind of input.
 
     Args:
-        leaf: A tensor; anything else is returned.
-        keeps: Whether a tensor that does not require grad stays without.
+        leaf: A tensor, or a constant, which is returned unchanged.
+        keeps: True if a tensor that does not require grad stays so.
     """
     if not isinstance(leaf, Tensor):
         return leaf
@@ -364,11 +365,11 @@ def _tensor(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _varies(leaf: object) -> bool:
-    """Return whether a leaf is a float other than 0 and 1, on which the formulas of rules depend."""
+    """Return whether a leaf is a float other than 0 and 1. Formulas of rules depend on these two."""
     return type(leaf) is float and leaf not in (0.0, 1.0)
 
 
 def _summary(error: Exception) -> str:
-    """Return the first lines of an error: what happened, and an explanation."""
+    """Return the first two lines of an error."""
     lines = str(error).strip().splitlines()[:2] or [type(error).__name__]
     return " ".join(map(str.strip, lines)).rstrip(".")

@@ -52,8 +52,8 @@ def unroll(
     A budget is a number of bytes or a string such as ``"512MiB"``. The storages that the graphs, states and aux of
     the first two steps hold are measured. All graphs are stored if they fit. Stored graphs and states stay below the
     budget. The backward pass needs the memory of the derivative of one step in addition. ``"step"`` is not
-    smaller than ``"full"`` if the graph of a step is smaller than a state. An example is a large table of which a
-    step indexes a few rows. Budgets and ``"auto"`` store the graphs in this case.
+    smaller than ``"full"`` if the graph of a step is smaller than a state. An example is a large table if a step
+    indexes only a few rows. Budgets and ``"auto"`` store the graphs in this case.
 
     ``compile=True`` compiles one step and its derivative with ``torch.compile`` and reuses them for all steps. Five
     steps on small tensors are compiled together. The step must be a pure function and use :func:`torch.func.grad` for

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from metagrad import memory as memory_tracking
-from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.unrolling.compiled import SEVERAL, SMALL, Compiler
 from metagrad.core._torch import Function, named_modules
 from metagrad.core.tree import Params, Structure, dissect, fresh_leaf, tensors_in
@@ -20,6 +19,7 @@ from metagrad.meta.objective.vmap import is_plain, vmapped
 from metagrad.optim.rules import Rule
 
 _QUERY_LOSSES = Evaluation._fields.index("query_losses")
+_LOSSES = ("losses", "query_losses", "path")
 _CONSTANTS = (int, float, str, type(None), Tensor)
 
 
@@ -68,7 +68,7 @@ def evaluated(
         inner: The loop.
         params: The initial parameters.
         tasks: The tasks.
-        again: Evaluates the tasks otherwise, for other parameters and hyperparameters.
+        again: Evaluates the tasks eagerly, for other parameters and hyperparameters.
 
     Returns:
         The results. None if a result or the gradient is not finite, or the model reads another learned tensor.
@@ -80,12 +80,12 @@ def evaluated(
     places = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     constants = [tensor.detach() for tensor in tensors]
     loop = dataclasses.replace(inner, compiled=None)
-    results, grads = compiler.of(_value_and_grads)(loop, names, structure, places, constants, tasks)
+    results, grads, finite = compiler.of(_value_and_grads)(loop, names, structure, places, constants, tasks)
     inner.objective.check_predictions(results["predictions"].shape[1:])
     if any(result.requires_grad for result in results.values()):
         compiler.by_steps = True
         return None
-    if not is_finite([*grads, results["losses"], results["query_losses"], results["path"]]):
+    if not finite:
         return None
 
     def fallback(wanted: Sequence[Tensor]) -> list[Tensor]:
@@ -93,7 +93,7 @@ def evaluated(
         return list(_present(again(*_filled(names, structure, tensors, places, wanted))).values())
 
     wanted = [tensors[place] for place in places]
-    outputs = _OneGraph.apply(fallback, list(results.values()), grads, *wanted)
+    outputs = _EvaluatedBatch.apply(fallback, list(results.values()), grads, *wanted)
     return Evaluation(**dict(zip(results, outputs, strict=True)))
 
 
@@ -115,7 +115,7 @@ def _value_and_grads(
     places: Sequence[int],
     tensors: Sequence[Tensor],
     tasks: Tasks,
-) -> tuple[dict[str, Tensor], list[Tensor]]:
+) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
     def objective(wanted: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         params, rule = _filled(names, structure, tensors, places, wanted)
 
@@ -129,7 +129,8 @@ def _value_and_grads(
         return results["query_losses"].mean(), results
 
     grads, results = torch.func.grad(objective, has_aux=True)([tensors[place] for place in places])
-    return results, grads
+    sums = [tensor.sum() for tensor in (*grads, *(results[name] for name in _LOSSES))]
+    return results, grads, torch.stack(sums).isfinite().all()
 
 
 def _present(results: Evaluation) -> dict[str, Tensor]:
@@ -151,7 +152,7 @@ def _filled(
     return dict(zip(names, every, strict=False)), structure.fill(every[len(names) :])
 
 
-class _OneGraph(Function):
+class _EvaluatedBatch(Function):
     """The results of a meta-batch with the known gradient of its mean query loss."""
 
     @staticmethod
