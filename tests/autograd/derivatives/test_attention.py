@@ -1,4 +1,4 @@
-"""Attention, whose fused kernels have no second derivative: everything that takes one has it from another kernel."""
+"""Attention. Its fused kernels have no second derivative, so another kernel computes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import metagrad as mg
 
 
 class Attention(nn.Module):
-    """One layer, as transformers have it, and a readout."""
+    """One attention layer and a readout."""
 
     def __init__(self) -> None:
         super().__init__()

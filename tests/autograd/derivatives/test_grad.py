@@ -38,15 +38,6 @@ def test_gradient_of_a_sum_of_cubes_has_the_tree_of_the_parameters(params):
         assert not gradient.requires_grad
 
 
-def test_three_orders_of_a_power():
-    x = leaf(2.0)
-    first = mg.grad((x**4).sum(), x, create_graph=True)
-    second = mg.grad(first.sum(), x, create_graph=True)
-    third = mg.grad(second.sum(), x, create_graph=True)
-    assert (first.item(), second.item(), third.item()) == (32.0, 48.0, 48.0)
-    assert third.requires_grad
-
-
 def test_an_unused_parameter_is_named_by_its_key():
     params = {"used": leaf(1.0), "layer.bias": leaf(1.0)}
     with pytest.raises(ValueError, match=r"does not depend on params\['layer.bias'\]"):

@@ -113,7 +113,7 @@ def test_arguments_are_checked():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_must_be_one_number(mode):
+def test_a_loss_must_be_a_scalar(mode):
     _, params, v, x, y = problem()
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     loss = loss_of(model, lambda prediction, y: (prediction - y).square())

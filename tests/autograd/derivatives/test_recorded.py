@@ -1,4 +1,4 @@
-"""How many products run together: right, in chunks that bound the memory, one by one where nothing else works."""
+"""Products with a Jacobian, in batches that bound the memory, or in turn if an operation cannot be batched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from metagrad.memory.storages import Ledger, StorageMode
 
 
 def product_of(loss, w):
-    """Return a Hessian product of rows, and how many rows each call had."""
+    """Return a Hessian product of rows, and the number of rows of each call."""
     recorded, sizes = recorded_gradient("test", loss, {"w": w}), []
 
     def product(rows, batched):
@@ -44,7 +44,7 @@ def test_a_chunk_bounds_the_working_memory():
 
 
 class Looks(torch.autograd.Function):
-    """Its derivatives look at numbers, which nothing that is batched can."""
+    """A function whose derivatives read numbers, which batched tensors do not support."""
 
     @staticmethod
     def forward(ctx, x):
@@ -59,7 +59,7 @@ class Looks(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("layer", ["custom", "group norm"])
-def test_what_cannot_be_batched_is_multiplied_one_by_one(layer):
+def test_products_that_cannot_be_batched_run_in_turn(layer):
     torch.manual_seed(0)
     w = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""Derivatives inside the transforms of torch.func: right, or one sentence that says what to do instead."""
+"""Derivatives inside the transforms of torch.func are correct, or raise an error with a suggestion."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_hvp_inside_a_transform(transform, mode, create_graph):
-    """Also without ``create_graph``, where a constant would be a derivative of zero in silence."""
+    """Without ``create_graph``, a constant would silently have a derivative of zero."""
     w, v = draw(3)
     product = lambda w, v: mg.hvp(loss_of, {"w": w}, {"w": v}, mode=mode, create_graph=create_graph)  # noqa: E731
     run, expected = TRANSFORMS[transform]
@@ -92,7 +92,7 @@ def test_graphs_inside_vmap_and_forward_mode_say_what_to_do(derivative, transfor
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_derivatives_that_torch_gets_wrong_are_right(mode, norm):
-    """Third derivatives on the tape and in a transform, and second ones of stacked losses."""
+    """Third derivatives in eager mode and in a transform, and second derivatives of vmapped losses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
     model[1].train()

@@ -14,8 +14,11 @@ from torch.func import grad
 
 import metagrad as mg
 
-# Torch itself instantiates an autograd.Function while it traces one.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# Torch itself gives these warnings while it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning"),
+]
 
 rules = mg.optim.rules
 RULES = {

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,7 +76,7 @@ def test_auto_takes_what_is_free(monkeypatch):
     torch.testing.assert_close(peak("auto", 3)[1], peak("full", 3)[1])
 
 
-@pytest.mark.parametrize("memory", ["1500KB", "1.5MiB", "2e6", " 1 gb ", 3.5e6])
+@pytest.mark.parametrize("memory", ["1.5MiB", 3.5e6])
 def test_budgets_may_be_written_in_several_ways(memory):
     torch.testing.assert_close(peak(memory, 2)[1], peak("full", 2)[1])
 
@@ -119,7 +116,7 @@ def test_graphs_are_kept_where_they_are_smaller_than_the_states(share, steps):
     kept_too, peak_too, gradient, calls = run_table(memory, steps)
     assert calls == steps, "a step was recomputed"
     assert kept_too <= kept
-    few_numbers = 1024  # losses that may be alive a moment longer; a state has 640,000 bytes
+    few_numbers = 1024  # bytes of losses, where a state has 640,000 bytes
     assert peak_too <= min(peak, run_table("step", steps)[1]) + few_numbers
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
 
@@ -150,14 +147,6 @@ def saves_its_result():
     )
 
 
-def reports_on_its_result():
-    def step(w, t, x):
-        new = w + x
-        return new, new.square().sum()
-
-    return step, torch.ones(50, dtype=torch.float64, requires_grad=True), torch.ones(50).double()
-
-
 def passes_a_constant_on():
     def step(state, t, x):
         w, fixed = state
@@ -166,9 +155,7 @@ def passes_a_constant_on():
     return step, (torch.ones(50).double().requires_grad_(), torch.ones(70).double()), torch.ones(50).double()
 
 
-@pytest.mark.parametrize(
-    "make", [problem, of_table, saves_its_result, reports_on_its_result, passes_a_constant_on]
-)
+@pytest.mark.parametrize("make", [problem, of_table, saves_its_result, passes_a_constant_on])
 def test_what_a_step_adds_is_what_a_loop_that_keeps_every_graph_grows_by(make):
     totals = []
     for steps in (5, 6):
@@ -182,21 +169,3 @@ def test_what_a_step_adds_is_what_a_loop_that_keeps_every_graph_grows_by(make):
     trial.take(0)
     trial.take(1)
     assert trial.needs().growth == pytest.approx(totals[1] - totals[0], abs=16)  # stacked aux
-
-
-def peaks_of_two_and_six_steps() -> list[int]:
-    peaks = []
-    for steps in (2, 6):
-        step, w, x, _ = table()
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
-            mg.unroll(step, w, x, steps=steps, memory="auto")
-        peaks.append(ledger.peak)
-    return peaks
-
-
-@pytest.mark.slow
-def test_a_loop_frees_the_state_that_it_began_with():
-    """In a process of its own: beside other tests a state may be alive a moment longer."""
-    load = f"import runpy; peaks = runpy.run_path({__file__!r})['peaks_of_two_and_six_steps']()"
-    program = f"{load}; assert peaks[1] - peaks[0] < 3 * 1024, peaks"
-    subprocess.run([sys.executable, "-c", program], check=True)
