@@ -1,4 +1,4 @@
-"""Sparse matrices, embedding rows and masked reductions whose derivatives stay sparse and right at every order."""
+"""Sparse matrices, embedding rows and masked reductions with sparse, correct derivatives at every order."""
 
 from metagrad.sparse.kernels.calibrate import calibrate
 from metagrad.sparse.matrix.parameter import Parameter

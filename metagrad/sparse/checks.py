@@ -1,4 +1,4 @@
-"""Checks of indices, shapes and values, made once where users pass them."""
+"""Checks of indices, shapes and values. They run once, in the public functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_shape(call: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Return two sizes as plain integers, whose cells can be numbered."""
+    """Return the numbers of rows and columns as integers. Raise an error if int64 cannot number the cells."""
     if not is_sequence(shape) or len(shape) != 2 or not all(map(_is_int, shape)):
         raise TypeError(f"{call}: shape must be two integers, rows and columns, got {shape!r}.")
     rows, columns = map(int, shape)
@@ -30,7 +30,7 @@ def check_shape(call: str, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def check_indices(call: str, row: Tensor, col: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the indices of entries as int64, all inside the shape."""
+    """Return the indices of entries as int64. Raise an error unless all are inside the shape."""
     check_ids(call, "row", row)
     check_ids(call, "col", col)
     if len(row) != len(col):
@@ -47,7 +47,7 @@ def check_indices(call: str, row: Tensor, col: Tensor, shape: tuple[int, int]) -
 
 
 def check_index(call: str, name: str, index: Tensor, size: int) -> None:
-    """Refuse an index that is not a vector of integers from 0 to ``size - 1``."""
+    """Raise an error unless an index is a vector of integers from 0 to ``size - 1``."""
     check_ids(call, name, index)
     if index.is_meta:
         raise ValueError(
@@ -61,7 +61,7 @@ def check_index(call: str, name: str, index: Tensor, size: int) -> None:
 
 
 def check_ids(call: str, name: str, index: Tensor) -> None:
-    """Refuse what is not a strided vector of integers."""
+    """Raise an error unless an index is a dense vector of integers."""
     if not isinstance(index, Tensor):
         raise TypeError(f"{call}: {name} must be a tensor of integers, got {type(index).__name__}.")
     if index.dtype not in INDEX_DTYPES:
@@ -75,7 +75,7 @@ def check_ids(call: str, name: str, index: Tensor) -> None:
 
 
 def check_floating(call: str, name: str, values: Tensor) -> None:
-    """Refuse values other than strided real floating point tensors, which alone can be differentiated."""
+    """Raise ``TypeError`` unless values are a dense tensor of real floating-point numbers."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{call}: {name} must be a tensor, got {type(values).__name__}.")
     if values.layout != torch.strided:
@@ -87,14 +87,14 @@ def check_floating(call: str, name: str, values: Tensor) -> None:
 
 
 def check_real(call: str, name: str, dtype: torch.dtype) -> None:
-    """Refuse a dtype that is not real floating point, and say how to convert it."""
+    """Raise ``TypeError`` unless a dtype is real floating point."""
     if not dtype.is_floating_point:
         remedy = "Take .real and .imag apart" if dtype.is_complex else "Convert it with .float()"
         raise TypeError(f"{call}: {name} must be real floating point, got {dtype}. {remedy}.")
 
 
 def check_same(call: str, names: str, first: Tensor, second: Tensor) -> None:
-    """Refuse two tensors of different dtype or device."""
+    """Raise an error if two tensors have different dtypes or devices."""
     if first.dtype != second.dtype:
         raise TypeError(
             f"{call}: {names} must have one dtype, got {first.dtype} and {second.dtype}. Convert one with .to(dtype)."

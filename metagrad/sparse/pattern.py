@@ -35,19 +35,19 @@ def structural(compute: Callable[P, R]) -> Callable[P, R]:
 
 @structural
 def _kept(index: Tensor) -> Tensor:
-    """Return indices, as a copy if they were made in inference mode."""
+    """Return indices, as a copy if they come from inference mode."""
     return index.clone() if index.is_inference() else index
 
 
 class Segments:
-    """A fixed map of entries to segments, with its grouping computed once.
+    """A fixed map from entries to segments, which groups the entries once.
 
-    :func:`gather` and :func:`segment_sum` take it in place of an id tensor and are then several times faster, and
-    deterministic on CUDA: entries are added segment by segment instead of in the order of their arrival.
+    :func:`gather` and :func:`segment_sum` accept it instead of an id tensor. They are then several times faster. On
+    CUDA they are also deterministic, because entries are added segment by segment.
 
     Args:
-        ids: The segment of each entry, integers of shape [entries], in any order.
-        num_segments: How many segments there are; some may be empty.
+        ids: Segment of each entry, integers [entries], in any order.
+        num_segments: Number of segments. Segments may be empty.
 
     Raises:
         ValueError: An id is out of range.
@@ -67,7 +67,7 @@ class Segments:
 
     @classmethod
     def grouped(cls, ids: Tensor, num_segments: int, order: Tensor | None = None) -> Segments:
-        """Make segments of ids known to be in range, and of their stable order where that is known."""
+        """Return segments of ids that are in range. Give their stable order if it is known."""
         segments = cls.__new__(cls)
         segments.ids, segments.num_segments = ids, num_segments
         if order is not None:
@@ -76,21 +76,21 @@ class Segments:
 
     @classmethod
     def sorted_ids(cls, ids: Tensor, num_segments: int) -> Segments:
-        """Make segments of ids that ascend already."""
+        """Return segments of ascending ids."""
         return cls.grouped(ids, num_segments, torch.arange(len(ids), device=ids.device))
 
     @cached_property
     @structural
     @timed("conversion")
     def order(self) -> Tensor:
-        """The entries by segment, int64 [entries]."""
+        """Entries sorted by segment, int64 [entries]."""
         return torch.argsort(self.ids, stable=True)
 
     @cached_property
     @structural
     @timed("conversion")
     def pointers(self) -> Tensor:
-        """Segment s holds the entries ``order[pointers[s]:pointers[s + 1]]``, int64 [num_segments + 1]."""
+        """Pointers into `order`, int64 [num_segments + 1]. Segment s is ``order[pointers[s]:pointers[s + 1]]``."""
         pointers = torch.zeros(self.num_segments + 1, dtype=torch.int64, device=self.ids.device)
         torch.cumsum(self.counts, 0, out=pointers[1:])
         return pointers
@@ -99,7 +99,7 @@ class Segments:
     @structural
     @timed("conversion")
     def counts(self) -> Tensor:
-        """How many entries each segment has, int64 [num_segments]."""
+        """Number of entries of each segment, int64 [num_segments]."""
         return torch.bincount(self.ids, minlength=self.num_segments)
 
     def __len__(self) -> int:
@@ -110,15 +110,15 @@ class Segments:
 
 
 class Merge(NamedTuple):
-    """A pattern made of two, and where their entries are in it."""
+    """The union or the intersection of two patterns."""
 
     pattern: Pattern
-    left: Tensor  # int64: for a union, the place of each entry of the first; for an intersection, its entry
-    right: Tensor  # the same for the second
+    left: Tensor  # int64, union: the place of each entry of the first pattern. Intersection: its entries
+    right: Tensor  # the same for the second pattern
 
 
 class Product(NamedTuple):
-    """The symbolic part of ``a @ b``: every pair of entries that are multiplied, and the cell that they add to."""
+    """The symbolic part of ``a @ b``: pairs of entries that are multiplied, and the cell of each product."""
 
     pattern: Pattern
     left: Segments  # [pairs] an entry of a
@@ -132,18 +132,17 @@ Pair = TypeVar("Pair", Merge, Product)
 class Pattern:
     """The cells of a sparse matrix: immutable, row-major, without duplicates, compared by identity.
 
-    A tensor, its gradient and every derivative of it share one pattern, so they add as plain vectors. Pointers,
-    the column order, the transpose and the merges with other patterns are computed when first asked for,
-    and kept.
+    A tensor and all its derivatives share one pattern, so they add as plain vectors. Pointers, the column order, the
+    transpose and the merges with other patterns are computed at first use and cached.
 
     Args:
-        row: The row of each entry, int64 of shape [nnz], ascending.
-        col: The column of each entry, int64 of shape [nnz], ascending within a row, no cell twice.
-        shape: Rows and columns.
+        row: Row of each entry, int64 [nnz], ascending.
+        col: Column of each entry, int64 [nnz], ascending within a row. No cell occurs twice.
+        shape: Numbers of rows and columns.
 
     Raises:
-        ValueError: Entries are out of order, doubled, out of range, of different lengths or on two devices;
-            or the shape has more than 2^63 - 1 cells.
+        ValueError: Entries are out of order, out of range or duplicated, lengths or devices differ, or the shape has
+            more than 2^63 - 1 cells.
         TypeError: The indices are not integers, or the shape is not two integers.
 
     Example:
@@ -192,19 +191,19 @@ class Pattern:
     @classmethod
     @timed("conversion")
     def coalesce(cls, row: Tensor, col: Tensor, shape: Sequence[int]) -> tuple[Pattern, Tensor]:
-        """Make a pattern of entries in any order, in which a cell may occur more than once.
+        """Return the pattern of entries in any order. A cell may occur more than once.
 
         Args:
-            row: The row of each entry, integers of shape [entries].
-            col: The column of each entry, in the same order.
-            shape: Rows and columns.
+            row: Row of each entry, integers [entries].
+            col: Column of each entry, integers [entries].
+            shape: Numbers of rows and columns.
 
         Returns:
-            The pattern, and int64 [entries] with the place of each entry in it: values given in the order of
-            ``row`` and ``col`` come to it by ``segment_sum(values, index, pattern.nnz)``.
+            The pattern, and the place of each entry in it, int64 [entries]. The values of the pattern are
+            ``segment_sum(values, index, pattern.nnz)``.
 
         Raises:
-            ValueError: Entries are out of range, of different lengths or on two devices; too many cells.
+            ValueError: Entries are out of range, lengths or devices differ, or there are too many cells.
             TypeError: The indices are not integers, or the shape is not two integers.
 
         Example:
@@ -219,13 +218,13 @@ class Pattern:
 
     @classmethod
     def _coalesced(cls, row: Tensor, col: Tensor, shape: tuple[int, int]) -> tuple[Pattern, Tensor]:
-        """Do :meth:`coalesce` with arguments known to fit."""
+        """Run :meth:`coalesce` without checks."""
         keys, index = distinct_and_places(_keys(row, col, shape))
         return cls._of_keys(keys, shape), index
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Pattern:
-        """Make the pattern of the true cells of a boolean matrix."""
+        """Return the pattern of the true cells of a boolean matrix."""
         check_mask("Pattern.from_mask(mask)", mask)
         row, col = mask.nonzero(as_tuple=True)
         return cls._trusted(row, col, (mask.shape[0], mask.shape[1]))
@@ -234,7 +233,7 @@ class Pattern:
     def banded(
         cls, n: int, below: int, above: int = 0, *, device: torch.device | str | None = None
     ) -> Pattern:
-        """Make the pattern of the cells with ``-below <= col - row <= above`` in an n x n matrix."""
+        """Return the pattern of the cells with ``-below <= col - row <= above`` in an n x n matrix."""
         for name, size in (("n", n), ("below", below), ("above", above)):
             check_count(f"Pattern.banded({name})", size, 0)
         below, above = min(below, n), min(above, n)
@@ -251,30 +250,30 @@ class Pattern:
 
     @property
     def nnz(self) -> int:
-        """Entries stored."""
+        """Number of entries."""
         return self.row.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the indices are."""
+        """Device of the indices."""
         return self.row.device
 
     @property
     def density(self) -> float:
-        """Entries stored for each cell; 0 for a matrix without cells."""
+        """Fraction of the cells that are stored. 0 for a matrix without cells."""
         return self.nnz / max(self.shape[0] * self.shape[1], 1)
 
     @cached_property
     @structural
     def rows(self) -> Segments:
-        """The entries grouped by row."""
+        """Entries grouped by row."""
         return Segments.sorted_ids(self.row, self.shape[0])
 
     @cached_property
     @structural
     @timed("conversion")
     def cols(self) -> Segments:
-        """The entries grouped by column."""
+        """Entries grouped by column."""
         order = torch.argsort(self.col, stable=True)
         return Segments.grouped(self.col, self.shape[1], order)
 
@@ -282,28 +281,28 @@ class Pattern:
     @structural
     @timed("conversion")
     def cells(self) -> Tensor:
-        """The number of the cell of each entry, counted row by row, int64 [nnz]; dense products ask for it."""
+        """Row-major number of the cell of each entry, int64 [nnz]. Dense products use it."""
         return _keys(self.row, self.col, self.shape)
 
     @property
     def crow(self) -> Tensor:
-        """The CSR pointers: row i holds the entries from ``crow[i]`` to ``crow[i + 1]``, int64 [rows + 1]."""
+        """CSR pointers, int64 [rows + 1]. Row i has the entries from ``crow[i]`` to ``crow[i + 1]``."""
         return self.rows.pointers
 
     @property
     def ccol(self) -> Tensor:
-        """The CSC pointers into :attr:`csc_order`, int64 [columns + 1]."""
+        """CSC pointers into :attr:`csc_order`, int64 [columns + 1]."""
         return self.cols.pointers
 
     @property
     def csc_order(self) -> Tensor:
-        """The entries by column, and by row within one, int64 [nnz]: ``values[csc_order]`` is CSC's order."""
+        """Entries sorted by column, then by row, int64 [nnz]. ``values[csc_order]`` has the order of CSC."""
         return self.cols.order
 
     @structural
     @timed("conversion")
     def t(self) -> Pattern:
-        """Return the transpose; its entry k is this pattern's entry ``csc_order[k]``."""
+        """Return the transpose. Its entry k is entry ``csc_order[k]`` of this pattern."""
         found = self._transpose() if isinstance(self._transpose, weakref.ref) else self._transpose
         if found is None:
             order = self.csc_order
@@ -313,17 +312,17 @@ class Pattern:
         return found
 
     def union(self, other: Pattern) -> Merge:
-        """Return the pattern of the cells of either, with the place of each entry of both in it (cached)."""
+        """Return the cells of either pattern, and the place of each entry of both patterns (cached)."""
         return self._merged("union", other, Pattern._united)
 
     def intersection(self, other: Pattern) -> Merge:
-        """Return the pattern of the cells of both, with the entries of each that are there (cached)."""
+        """Return the cells of both patterns, and the entries of each pattern in them (cached)."""
         return self._merged("intersection", other, Pattern._intersected)
 
     def product(self, other: Pattern) -> Product:
-        """Return the pattern of ``self @ other`` and the pairs of entries that add to each of its cells (cached).
+        """Return the pattern of ``self @ other`` and the pairs of entries that add to each cell (cached).
 
-        Cost: time and memory in the number of pairs, which is the number of multiplications of the product.
+        Time and memory are proportional to the number of pairs, which are the multiplications of the product.
         """
         return self._cached("product", other, Pattern._multiplied)
 
@@ -348,7 +347,7 @@ class Pattern:
     @structural
     @timed("conversion")
     def repeat(self, num: int) -> Pattern:
-        """Return the block-diagonal pattern of ``num`` copies, the entries of copy b from ``b * nnz`` on."""
+        """Return the block-diagonal pattern of ``num`` copies. The entries of copy b start at ``b * nnz``."""
         if self._repeat is None or self._repeat[0] != num:
             copy = torch.arange(num, device=self.device).repeat_interleave(self.nnz)
             row = self.row.repeat(num) + copy * self.shape[0]
@@ -381,7 +380,7 @@ class Pattern:
 
     @timed("conversion")
     def _multiplied(self, other: Pattern) -> Product:
-        """Pair every entry (i, k) with the entries of row k of the other (Gustavson, ACM TOMS 4:250, 1978)."""
+        """Pair each entry (i, k) with the entries of row k of ``other`` (Gustavson, ACM TOMS, 1978)."""
         counts = other.crow.diff()[self.col]  # pairs of each entry
         left = torch.repeat_interleave(torch.arange(self.nnz, device=self.device), counts)
         first = counts.cumsum(0) - counts
@@ -397,7 +396,7 @@ class Pattern:
         )
 
     def _find(self, row: Tensor, col: Tensor) -> Tensor:
-        """Return the entry that each cell is stored in, or -1: int64 in the shape of ``row``."""
+        """Return the entry of each cell, or -1 if the cell is not stored, int64 in the shape of ``row``."""
         keys, wanted = _keys(self.row, self.col, self.shape), _keys(row, col, self.shape)
         if not self.nnz:
             return torch.full_like(wanted, -1)
@@ -421,7 +420,7 @@ class Pattern:
 
     @structural
     def to(self, device: torch.device | str) -> Pattern:
-        """Return this pattern on a device; one copy for each device, so that patterns stay shared."""
+        """Return this pattern on a device. There is one copy for each device, which tensors share."""
         row = self.row.to(device)
         if row is self.row:
             return self
@@ -444,7 +443,7 @@ class Pattern:
 
 
 def _keys(row: Tensor, col: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Number the cells row by row; ``check_shape`` has made sure that the numbers fit."""
+    """Return row-major numbers of cells. ``check_shape`` has checked that they fit into int64."""
     return row * shape[1] + col
 
 
@@ -464,7 +463,7 @@ def _check_order(row: Tensor, col: Tensor, shape: tuple[int, int]) -> None:
 
 
 def _without_owner(made: Any, left: Pattern, right: Pattern) -> Any:
-    """Refer weakly in a merge or product to a pattern that its own cache, or its partner's, would keep alive."""
+    """Return a merge or product with a weak reference to its pattern, if one of the two patterns caches it."""
     shared = made.pattern is left or made.pattern is right
     return made._replace(pattern=weakref.ref(made.pattern)) if shared else made
 

@@ -1,4 +1,4 @@
-"""Sparse or dense: the rule by which a kernel chooses, and statistics of what the kernels did."""
+"""The choice between sparse and dense products, and statistics of the kernels."""
 
 from __future__ import annotations
 
@@ -24,37 +24,40 @@ P = ParamSpec("P")
 Layout = Literal["auto", "gather"]
 Kind = Literal["product", "segment sum", "conversion"]
 WIDE = 32  # columns of the dense operand in the products that thresholds are measured on
-REPEATS = 5  # of what is timed
+REPEATS = 5  # timed calls
 _PACKAGES = tuple(os.path.dirname(path) + os.sep for path in (__file__, torch.__file__))
 
 
 @dataclass(frozen=True)
 class SparsePolicy:
-    r"""Decide from density and size whether a product is computed densely.
+    r"""Choose sparse or dense products from density and size. A product is dense if
 
     .. math::
         \frac{\mathrm{nnz}}{n m} \ge \mathrm{threshold} \cdot \max\!\left(1, \frac{32}{\mathrm{width}}\right)
 
-    chooses dense if also ``nnz >= min_nnz`` and the n x m matrix fits into ``max_dense_bytes``. A narrow product
-    needs a higher density, for its few multiplications must pay for making the matrix dense. Only the way of
-    computing changes: the result is the same up to rounding, and a gradient stays on its pattern. Such a choice
-    is counted by :func:`metagrad.sparse.stats`.
+    and ``nnz >= min_nnz``, and the n x m matrix fits into ``max_dense_bytes``. A narrow product needs a higher
+    density, because few multiplications must pay for the dense matrix. The result is the same up to rounding, and a
+    gradient stays on its pattern. :func:`metagrad.sparse.stats` counts these products.
 
-    The defaults are measured (float32, x86 CPU, one thread, MKL; a product and a sampled product of n x n matrices,
-    n = 128 to 2048). At density 0.5 the dense products were 1.0 to 1.25 times faster at width 32 and 1.2 to 1.7
-    times at width 128; at density 0.3 they were slower at nearly every size and width. Below 4096 entries either
-    takes microseconds. In float64 the two met between 0.15 and 0.3, and in bfloat16, which has no CSR kernels, at
-    0.025; other devices were not measured: :func:`calibrate` finds the threshold of a device and dtype.
+    The defaults were measured in float32 with MKL, on one thread of an x86 CPU. The matrices were n x n with n from
+    128 to 2048. At density 0.3 dense products were slower at nearly every size and width. Below 4096 entries both
+    forms take microseconds. :func:`calibrate` measures the threshold of another device or dtype.
+
+    | dtype | dense is faster from density |
+    | --- | --- |
+    | float32 | 0.5 |
+    | float64 | 0.15 to 0.3 |
+    | bfloat16 (no CSR kernels) | 0.025 |
 
     Args:
-        threshold: Density from which a product of width 32 or more is dense; ``math.inf`` is never.
+        threshold: Minimum density of a dense product with width 32 or more. ``math.inf`` means never.
         min_nnz: Matrices with fewer entries stay sparse.
-        layout: The sparse kernels: "auto" takes torch's CSR products (MKL, cuSPARSE) for float32 and float64;
-            "gather" gathers and adds slices of bounded size, for any dtype and device.
-        max_dense_bytes: The largest dense matrix that may be made.
+        layout: Sparse kernels. "auto" uses torch's CSR products (MKL, cuSPARSE) for float32 and float64. "gather"
+            gathers and adds slices of bounded size.
+        max_dense_bytes: Maximum size of a dense matrix in bytes.
 
     Raises:
-        ValueError: A number is negative or not a number, or the layout is unknown.
+        ValueError: A number is negative or NaN, or the layout is unknown.
 
     Example:
         >>> policy = metagrad.sparse.SparsePolicy(threshold=0.25, min_nnz=0)
@@ -78,13 +81,13 @@ class SparsePolicy:
     def prefers_dense(
         self, shape: Sequence[int], nnz: int, dtype: torch.dtype, *, width: int | None = None
     ) -> bool:
-        """Return whether a matrix should be made dense.
+        """Return whether a matrix should be materialized densely.
 
         Args:
-            shape: Its rows and columns.
-            nnz: How many of its cells are stored.
-            dtype: The dtype of its values.
-            width: The columns of the dense operand it is multiplied by; None for a matrix that stays dense.
+            shape: Numbers of rows and columns.
+            nnz: Number of entries.
+            dtype: Data type of the values.
+            width: Number of columns of the dense operand. None if there is no product.
         """
         cells = shape[0] * shape[1]
         if (
@@ -100,19 +103,19 @@ _POLICIES = [SparsePolicy()]
 
 
 def current_policy() -> SparsePolicy:
-    """Return the policy that kernels ask now."""
+    """Return the policy that is in use."""
     return _POLICIES[-1]
 
 
 @contextlib.contextmanager
 def use_policy(policy: SparsePolicy) -> Generator[SparsePolicy]:
-    """Make the kernels ask a policy inside a ``with`` block, in all threads: backward passes run in others.
+    """Use a policy inside a ``with`` block, in all threads, because backward passes may run in other threads.
 
     Args:
-        policy: The policy that decides.
+        policy: The policy.
 
     Raises:
-        TypeError: It is not a :class:`SparsePolicy`.
+        TypeError: ``policy`` is not a :class:`SparsePolicy`.
 
     Example:
         >>> never = metagrad.sparse.SparsePolicy(threshold=float("inf"))
@@ -132,29 +135,29 @@ def _held(opened: list[T], value: T) -> Generator[None]:
     try:
         yield
     finally:
-        # Not pop(): another thread may have opened one in between.
+        # Not pop(): another thread may have appended a value in between.
         del opened[next(i for i, held in enumerate(opened) if held is value)]
 
 
 @dataclass
 class Densified:
-    """The dense matrices made at one place."""
+    """Number and bytes of the dense matrices that one line of code has made."""
 
     count: int = 0
     nbytes: int = 0
 
 
 class KernelStats:
-    """What the kernels did while :func:`stats` was open; ``print`` shows a table.
+    """Statistics of the kernels that ran inside :func:`stats`. ``print`` shows a table.
 
     Attributes:
-        calls: How many products, segment sums and conversions ran.
-        seconds: How long they took, without what is counted inside them.
+        calls: Numbers of products, segment sums and conversions.
+        seconds: Time of each kind in seconds, without nested kernels of other kinds.
         nbytes: Bytes of the results of products.
-        dense_nbytes: Bytes of the same results, had they been dense.
-        merges: How many merges of patterns were "done", and how many "avoided".
-        densified: Dense matrices by the line outside metagrad that called for them.
-        dense_work: Multiplications of dense products, by device and dtype.
+        dense_nbytes: Bytes that dense results would take.
+        merges: Numbers of pattern merges that were "done" and "avoided".
+        densified: Dense matrices by the line outside metagrad that caused them.
+        dense_work: Multiplications that dense products would take, by device and dtype.
     """
 
     def __init__(self) -> None:
@@ -167,7 +170,7 @@ class KernelStats:
         self.dense_work: Counter[tuple[torch.device, torch.dtype]] = Counter()
 
     def dense_seconds(self) -> float:
-        """Estimate the time of the products, had they been dense: their work at the rate measured here."""
+        """Return the estimated seconds of dense products: their multiplications at the measured rate."""
         return sum(work / dense_rate(*where) for where, work in self.dense_work.items())
 
     def __str__(self) -> str:
@@ -189,7 +192,7 @@ class KernelStats:
 
 
 class _Inside(threading.local):
-    """Seconds of the timings that the current one contains."""
+    """Seconds of the kernels that are nested in the current kernel, for each thread."""
 
     seconds = 0.0
 
@@ -201,23 +204,19 @@ _NOTHING = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def stats() -> Generator[KernelStats]:
-    """Count what the sparse kernels do inside a ``with`` block, in all threads: backward passes run in others.
+    """Collect statistics of the sparse kernels inside a ``with`` block, in all threads.
 
-    The result has numbers as attributes, and prints as a table:
+    | quantity | meaning |
+    | --- | --- |
+    | memory | bytes of the results of products, and bytes of the same results as dense matrices |
+    | time | seconds in products, segment sums and conversions (sorting, pointers, transposes, merges) |
+    | estimate | seconds of dense products: their multiplications at the rate of a 512 x 512 product |
+    | merges | merges of two patterns that were done, or avoided because they were not needed or cached |
+    | densified | dense matrices by the line outside metagrad that caused them |
 
-    - *memory*: bytes of the results of products, and of the same results as dense matrices. A product with a
-      dense matrix is dense either way; a sampled product, which is what a gradient of values is, is not;
-    - *time* in products, in segment sums and in conversions (sorting, pointers, transposes, merges, blocks), and
-      an *estimate* of the time that dense products would take: their multiplications at the rate of a dense product
-      of two 512 x 512 matrices, measured when the number is first asked for. Narrow products do not reach
-      that rate, so the estimate favours dense;
-    - *merges* of two patterns, done, and avoided because the patterns were the same or the merge was kept;
-    - *densifications* by the line outside metagrad that called for them: ``to_dense``, and the products that the
-      policy chose to compute densely.
-
-    Elementwise functions of the values, and gathers, are torch's own and not timed. On CUDA every timing waits for
-    the device. When nothing is open, a kernel pays for one look-up (0.1 microseconds). Statistics inside others are
-    counted in both.
+    The estimate favors dense products, because narrow products do not reach the rate of a 512 x 512 product.
+    Elementwise functions of the values and gathers are not timed. On CUDA every timing waits for the device. Without
+    statistics a kernel pays 0.1 microseconds. Nested statistics count in both.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
@@ -233,7 +232,7 @@ def stats() -> Generator[KernelStats]:
 
 
 def timing(kind: Kind) -> contextlib.AbstractContextManager[None]:
-    """Time a block, without the timings inside it, if statistics are open."""
+    """Time a block without the kernels nested in it, if statistics are collected."""
     return _timing(kind) if _STATS else _NOTHING
 
 
@@ -252,7 +251,7 @@ def _timing(kind: Kind) -> Generator[None]:
 
 
 def timed(kind: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Time the calls of a function while statistics are open."""
+    """Time the calls of a function while statistics are collected."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -266,7 +265,7 @@ def timed(kind: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def count_product(shape: tuple[int, int], width: int, result: Tensor) -> None:
-    """Count a product; a vector of values would be a matrix if it were dense."""
+    """Count a product. Its result is sparse if it is a vector of values."""
     cells = shape[0] * shape[1]
     for found in _STATS:
         found.nbytes += result.nbytes
@@ -275,13 +274,13 @@ def count_product(shape: tuple[int, int], width: int, result: Tensor) -> None:
 
 
 def count_merge(kind: Literal["done", "avoided"]) -> None:
-    """Count a merge of two patterns, or one that was not needed."""
+    """Count a merge of two patterns that is done or avoided."""
     for found in _STATS:
         found.merges[kind] += 1
 
 
 def count_densified(nbytes: int) -> None:
-    """Count a dense matrix, at the place of the caller outside this package."""
+    """Count a dense matrix at the line of the caller outside metagrad and torch."""
     for found in _STATS:
         place = found.densified.setdefault(_caller(), Densified())
         place.count += 1
@@ -289,14 +288,14 @@ def count_densified(nbytes: int) -> None:
 
 
 def clock() -> float:
-    """Return the seconds now, after the work that CUDA was given."""
+    """Return the time in seconds after all CUDA work has finished."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Return the median seconds of some calls, after one that warms up."""
+    """Return the median seconds of some calls after one warm-up call."""
     run()
     times: list[float] = []
     for _ in range(REPEATS):
@@ -308,7 +307,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 @functools.lru_cache
 def dense_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the multiplications a second of a dense product of two 512 x 512 matrices."""
+    """Return the multiplications per second of a dense product of two 512 x 512 matrices."""
     matrix = torch.ones(512, 512, device=device, dtype=dtype)
     return 512**3 / seconds(lambda: matrix @ matrix)
 
@@ -317,7 +316,7 @@ def _caller() -> str:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
-    # A thread of torch's own has no other frames: it runs the backward pass of an accelerator.
+    # A thread without other frames runs the backward pass of an accelerator.
     return "a backward pass" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

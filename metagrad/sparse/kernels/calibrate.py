@@ -1,4 +1,4 @@
-"""The density from which dense products are faster than sparse ones, measured on the machine at hand."""
+"""Measure the density above which dense products are faster than sparse products on this machine."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from metagrad.sparse.policy import WIDE, SparsePolicy, seconds, use_policy
 
 SIZES = (256, 512, 1024)
 LEAST_DENSITY = 1 / 512
-BISECTIONS = 5  # of a range of 512 on a logarithmic scale: to 20 %
+BISECTIONS = 5  # of the logarithm of the density, which gives it to 20 %
 
 SPARSE = SparsePolicy(threshold=math.inf)
 DENSE = SparsePolicy(threshold=0.0, min_nnz=0)
 
 
 def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> SparsePolicy:
-    """Measure the density at which dense products become faster on a device; takes about a second.
+    """Measure the density above which dense products are faster on a device. This takes about a second.
 
-    The product and the sampled product of random matrices, which are what a gradient consists of, are timed in both
-    forms at three sizes and width 32. The density where they meet is found by bisection at each, from medians, and
-    the middle one of the three is the threshold.
+    A gradient consists of products and sampled products. Both are timed with random matrices of three sizes and with
+    width 32. Bisection finds the density where both take equally long. The threshold is
+    the median over the three sizes.
 
     Args:
-        device: Where.
-        dtype: Of the values.
+        device: Device to measure on.
+        dtype: Data type of the values.
 
     Returns:
-        A policy with that threshold, ``math.inf`` where dense never wins, and the other defaults.
+        A policy with this threshold and the other defaults. The threshold is ``math.inf`` if dense is never faster.
 
     Example:
         >>> policy = metagrad.sparse.calibrate()

@@ -1,4 +1,4 @@
-r"""The derivative rules: two families, each closed under differentiation, so every order costs what the first does.
+r"""Two families of functions that are closed under differentiation. Derivatives of every order cost the same.
 
 .. math::
     \partial\, \mathrm{SpMM} / \partial\, \mathrm{values} &= \mathrm{SDDMM}, &
@@ -6,8 +6,8 @@ r"""The derivative rules: two families, each closed under differentiation, so ev
     \partial\, \mathrm{SDDMM} &= \mathrm{SpMM} \\
     \mathrm{gather}^* &= \mathrm{segment\_sum}, & \mathrm{segment\_sum}^* &= \mathrm{gather}
 
-Every rule is bilinear or linear, so its tangent is itself. Batches fold into the width of the dense operand where the
-values are shared, and into a block-diagonal pattern where they are not.
+Every rule is bilinear or linear, so it is its own tangent. If a batch shares the values, it is folded into the width
+of the dense operand. Otherwise the batch becomes a block-diagonal pattern.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ Result = TypeVar("Result")
 
 
 def nestable(jvp: Callable[..., Result]) -> Callable[..., Result]:
-    """Make the ``jvp`` of an ``autograd.Function`` differentiable in forward mode again.
+    """Return a ``jvp`` of an ``autograd.Function`` that forward mode can differentiate.
 
-    torch calls it with forward mode switched off, and ``jacfwd(jacfwd(f))`` then leaves out, in silence, every term
-    that goes through the tangent (torch 2.13, pytorch issue 197867). Here it is on, and the tangents are those of the
-    level being differentiated; saved tensors must pass through :func:`primal`, for on that level they have tangents
-    themselves and the rule would call itself without end.
+    torch 2.13 calls ``jvp`` with forward mode switched off. ``jacfwd(jacfwd(f))`` then omits every term that depends
+    on the tangent, without an error (pytorch issue 197867). This decorator switches forward mode on. The rule must
+    pass saved tensors through :func:`primal`: they have tangents on the same level, and would call the rule again.
     """
 
     @functools.wraps(jvp)
@@ -47,15 +46,15 @@ def nestable(jvp: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def primal(x: Tensor) -> Tensor:
-    """Take from a tensor its tangent on the level being differentiated; those of outer levels stay."""
+    """Return a tensor without its tangent on the innermost level. Tangents of outer levels stay."""
     return unpack_dual(x).primal
 
 
 class Kernel(Function):
     """A Function whose arguments are given by position.
 
-    torch binds them by name at each ``apply``, which took 40 % of the time of a small lookup. Under ``torch.func`` it
-    does so here too, with a signature that is read once.
+    torch binds arguments by name at each ``apply``, which took 40 % of the time of a small lookup. This class binds
+    them only under ``torch.func``, and reads the signature once.
     """
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -74,7 +73,7 @@ class Kernel(Function):
 class Bilinear(Kernel):
     """A rule ``apply(*structure, first, second)`` that is linear in each of its last two arguments.
 
-    A subclass writes ``forward``, ``backward`` and ``vmap``; its tangent follows from the rule itself.
+    A subclass defines ``forward``, ``backward`` and ``vmap``. The tangent follows from the rule.
     """
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -129,7 +128,7 @@ def sample(pattern: Pattern, a: Tensor, b: Tensor) -> Tensor:
 
 
 def gather(x: Tensor, segments: Segments) -> Tensor:
-    """Give each entry the row of its segment: x [num_segments, ...] to [entries, ...]."""
+    """Return the row of the segment of each entry: x [num_segments, ...] to [entries, ...]."""
     return _Gather.apply(segments, x)
 
 
@@ -233,7 +232,7 @@ class _SegmentSum(_OnSegments):
 
 
 def _stacked(x: Tensor, batch: torch.Size) -> Tensor:
-    """Put the matrices of a batch on top of each other: [..., n, K] to [B * n, K]."""
+    """Stack the matrices of a batch: [..., n, K] to [B * n, K]."""
     return x.expand(*batch, *x.shape[-2:]).flatten(0, -2)
 
 

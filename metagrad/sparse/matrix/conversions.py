@@ -1,4 +1,4 @@
-"""The other forms of a sparse matrix: coordinates, dense ones, torch's layouts and SciPy's."""
+"""Conversions of sparse matrices: coordinates, dense tensors, sparse layouts of torch and formats of SciPy."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ LAYOUTS = (*TARGETS, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Conversions(Entries):
-    """The conversions of :class:`SparseTensor`, from and to other forms.
+    """The conversions of :class:`SparseTensor`.
 
-    Strided values stay on the tape, and are shared, not copied, if their order is the pattern's.
+    Dense values keep their autograd graph. They are shared instead of copied if they have the order of the pattern.
     """
 
     __slots__ = ()
 
     @classmethod
     def from_coo(cls, row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]) -> Self:
-        r"""Make a matrix of entries in any order; those of one cell are added, differentiably.
+        r"""Return the matrix of entries in any order. Entries of the same cell are added, differentiably.
 
         .. math:: a_{ij} = \sum_{e \,:\, \mathrm{row}_e = i,\ \mathrm{col}_e = j} v_e
 
         Args:
             row: The row of each entry, integers of shape [entries].
             col: The column of each entry.
-            values: Floating point, [entries]; they stay on the tape.
+            values: Floating point, [entries]. They keep their autograd graph.
             shape: Rows and columns of the matrix.
 
         Returns:
@@ -66,15 +66,15 @@ class Conversions(Entries):
 
     @classmethod
     def from_dense(cls, tensor: Tensor, mask: Tensor | None = None) -> Self:
-        """Take cells of a strided matrix; their gradient reaches it.
+        """Return the nonzero or the masked cells of a dense matrix, differentiably.
 
         Args:
             tensor: Floating point, [n, m].
-            mask: The cells to take, bools [n, m]; None takes those that are not zero. As the tensor changes, the
-                pattern does not: give a mask where zeros may come and go.
+            mask: Cells to store, bool [n, m]. None stores the nonzero cells. The pattern does not follow the tensor
+                when it changes, so give a mask if zeros may become nonzero.
 
         Returns:
-            The matrix; a copy of the cells.
+            The matrix, with a copy of the cells.
 
         Raises:
             ValueError: ``tensor`` is not two-dimensional, or ``mask`` has another shape or device.
@@ -101,13 +101,13 @@ class Conversions(Entries):
     @classmethod
     @timed("conversion")
     def from_torch(cls, tensor: Tensor) -> Self:
-        """Convert a torch sparse tensor of any of the five layouts; of a block every number is an entry.
+        """Convert a sparse tensor of torch in any of its five layouts. Every number of a block becomes an entry.
 
         Args:
             tensor: COO, coalesced or not, CSR, CSC, BSR or BSC, of two dimensions.
 
         Returns:
-            The matrix, which shares the values of ``tensor`` where the order is row-major; it is off the tape.
+            The matrix, without an autograd graph. It shares the values of ``tensor`` if their order is row-major.
 
         Raises:
             ValueError: ``tensor`` requires grad: torch cuts the graph of its values at order 2. Or it has more
@@ -128,9 +128,9 @@ class Conversions(Entries):
     @classmethod
     @timed("conversion")
     def from_scipy(cls, matrix: sparray | spmatrix) -> Self:
-        """Convert a SciPy sparse array or matrix of any format; duplicates are added.
+        """Convert a SciPy sparse array or matrix of any format. Duplicates are added.
 
-        The memory of the values is shared where their order is row-major and it is writeable.
+        The values share memory if their order is row-major and the memory is writeable.
 
         Raises:
             ValueError: ``matrix`` does not have two dimensions.
@@ -159,13 +159,13 @@ class Conversions(Entries):
 
     @timed("conversion")
     def to_torch(self, layout: torch.layout = torch.sparse_coo) -> Tensor:
-        """Make a torch sparse tensor, off the tape; its memory is shared where the order is the same.
+        """Return a sparse tensor of torch, without an autograd graph. It shares memory if the order is the same.
 
         Args:
-            layout: COO, CSR or CSC; blocks are made by torch, as in ``a.to_torch().to_sparse_bsr((2, 2))``.
+            layout: COO, CSR or CSC. For blocks use torch, as in ``a.to_torch().to_sparse_bsr((2, 2))``.
 
         Raises:
-            ValueError: The values require grad, which would end silently: detach first. Or the layout is another.
+            ValueError: The values require grad (detach them first), or the layout is not supported.
 
         Example:
             >>> a = metagrad.sparse.SparseTensor.from_dense(torch.eye(2))
@@ -196,13 +196,13 @@ class Conversions(Entries):
 
     @timed("conversion")
     def to_scipy(self, format: ScipyFormat = "csr") -> sparray:
-        """Make a SciPy sparse array, off the tape; CSR shares the memory of the values.
+        """Return a SciPy sparse array, without an autograd graph. CSR shares the memory of the values.
 
         Args:
             format: One of SciPy's names.
 
         Raises:
-            ValueError: The values require grad, or are not on the CPU; or SciPy has no such format.
+            ValueError: The values require grad or are not on the CPU, or SciPy has no such format.
             TypeError: The values are neither float32 nor float64.
 
         Example:
@@ -228,10 +228,9 @@ class Conversions(Entries):
 def from_entries(
     call: str, row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]
 ) -> tuple[Pattern, Tensor]:
-    """Make a pattern and its values of entries in any order; those of one cell are added.
+    """Return the pattern and the values of entries in any order. Entries of the same cell are added, differentiably.
 
-    Entries that are in order already are taken as they are: nothing is copied but indices that are not int64.
-    The order and the sums are on the tape of ``values``.
+    Entries in row-major order are not copied, except indices that are not int64.
     """
     check_floating(call, "values", values)
     size = check_shape(call, shape)
@@ -256,7 +255,7 @@ def _in_order(row: Tensor, col: Tensor) -> bool:
 
 
 def _check_leaving(call: str, values: Tensor) -> None:
-    """Raise ``ValueError`` rather than detach values unasked."""
+    """Raise ``ValueError`` if values require grad, instead of detaching them."""
     if values.requires_grad:
         raise ValueError(
             f"{call}: a requires grad, and its derivatives would end here, for torch cuts the graph of its own "
@@ -297,5 +296,5 @@ def _check_numbers(call: str, dtype: np.dtype) -> None:
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    """Share an array with torch, which warns of read-only memory and knows no negative strides."""
+    """Return an array as a tensor, copied if torch does not support its memory."""
     return from_numpy(np.require(array, requirements=("C", "W")))

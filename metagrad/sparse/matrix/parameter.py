@@ -1,4 +1,4 @@
-"""A sparse matrix as a parameter of a module."""
+"""Sparse parameters of modules."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _PATTERN_KEY = "_extra_state"  # torch's name for what get_extra_state returns
 
 
 class Parameter(Operators, Module):
-    """A sparse matrix whose values are an ordinary parameter, and whose pattern is saved with them.
+    """A sparse matrix as a parameter of a module.
 
-    Assign it to a module in the place of a weight. The parameter that optimizers, ``functional_call`` and
-    ``metagrad.MAML`` see is ``weight.values``, a strided tensor; the pattern follows it from device to device, is
-    shared by copies, and is part of the ``state_dict``. Operators and the functions of :mod:`metagrad.sparse` take it
-    where they take a :class:`SparseTensor`; what else that has is at :attr:`tensor`.
+    Assign it to a module instead of a dense weight. Optimizers, ``functional_call`` and ``metagrad.MAML`` see the
+    dense vector ``weight.values``. Copies share the pattern. The pattern moves with the values and is part of the
+    ``state_dict``. Operators and functions of :mod:`metagrad.sparse` accept a parameter like a :class:`SparseTensor`.
+    Other methods are available on :attr:`tensor`.
 
-    The pattern is fixed: a ``state_dict`` with another one is refused before any value is loaded. What does not work:
-    an optimizer that refuses every strided vector, as ``torch.optim.SparseAdam`` and ``Muon`` do.
+    The pattern is fixed. Loading a ``state_dict`` with another pattern raises an error before any value is loaded.
+    ``torch.optim.SparseAdam`` and ``Muon`` do not support dense vectors, so they do not support this parameter.
 
     Args:
-        a: The matrix at the start; its values are shared, as ``nn.Parameter`` shares its data.
-        requires_grad: Whether the values are trained.
+        a: Initial matrix. Its values are shared, as ``nn.Parameter`` shares its data.
+        requires_grad: True to train the values.
 
     Raises:
-        ValueError: ``a`` was computed from other tensors, of which the parameter would be independent.
+        ValueError: ``a`` was computed from other tensors. The parameter would not depend on them.
         TypeError: ``a`` is not a SparseTensor.
 
     Example:
@@ -67,7 +67,7 @@ class Parameter(Operators, Module):
 
     @property
     def tensor(self) -> SparseTensor:
-        """The matrix of the values that the module has now, on the tape."""
+        """The matrix with the present values of the module, differentiable."""
         return like(SparseTensor, self.pattern, self.values)
 
     @property
@@ -76,11 +76,11 @@ class Parameter(Operators, Module):
 
     @property
     def shape(self) -> torch.Size:
-        """Rows and columns."""
+        """Numbers of rows and columns."""
         return self.tensor.shape
 
     def extra_repr(self) -> str:
-        """Describe the matrix without its values."""
+        """Return a description of the matrix without its values."""
         return f"shape={self.pattern.shape}, nnz={self.pattern.nnz}, dtype={self.values.dtype}"
 
     def get_extra_state(self) -> Tensor:
@@ -89,7 +89,7 @@ class Parameter(Operators, Module):
         return torch.cat([shape[:, None], torch.stack([self.pattern.row, self.pattern.col])], 1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Do nothing: the pattern is fixed, and that of a ``state_dict`` has been compared before values are read."""
+        """Do nothing. The pattern is fixed, and the pattern of a ``state_dict`` has been compared already."""
 
     def _load_from_state_dict(
         self,

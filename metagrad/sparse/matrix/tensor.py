@@ -1,4 +1,4 @@
-"""A sparse matrix: a pattern, and the values of its entries on the ordinary tape."""
+"""Sparse matrices: a pattern and a differentiable vector of values."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def _keeps_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Operators], S
 
     method.__name__ = function.__name__
     method.__doc__ = (
-        f"Apply ``torch.{function.__name__}`` to every entry; cells that are not stored stay zero."
+        f"Apply ``torch.{function.__name__}`` to every entry. Cells that are not stored stay zero."
     )
     return method
 
 
 class Operators(Arithmetic["SparseTensor"], Reductions["SparseTensor"]):
-    """The operators and methods of :class:`SparseTensor`, which a :class:`Parameter` has too.
+    """The operators and methods of :class:`SparseTensor` and :class:`Parameter`.
 
-    Functions of one number are torch's, on the values of the same pattern, with torch's derivatives of every order
-    (``sqrt`` has an infinite one at a stored zero). For others use ``a.with_values(f(a.values))``.
+    Elementwise functions apply torch's function to the values, with torch's derivatives of every order. The
+    derivative of ``sqrt`` is infinite at a stored zero. For other functions use ``a.with_values(f(a.values))``.
     """
 
     __slots__ = ()
@@ -79,20 +79,19 @@ class Operators(Arithmetic["SparseTensor"], Reductions["SparseTensor"]):
 
 
 class SparseTensor(Conversions, Operators):
-    """A matrix that stores the entries of a :class:`Pattern` alone.
+    """A sparse matrix: the entries of a :class:`Pattern`.
 
-    The values are an ordinary strided tensor: whatever is computed from them is on torch's own tape, every
-    derivative is again a vector of values on the same pattern, and nothing is ever as large as the matrix unless
-    :meth:`to_dense` says so. A ``SparseTensor`` is a node of torch's trees, so ``torch.func`` transforms,
-    ``metagrad.grad``, ``checkpoint`` and ``unroll`` take and return it.
+    The values are a dense vector with an ordinary autograd graph. Every derivative is a vector of values on the same
+    pattern. No tensor is as large as the matrix unless you call :meth:`to_dense`. A ``SparseTensor`` is a pytree, so
+    ``torch.func`` transforms, ``metagrad.grad``, ``checkpoint`` and ``unroll`` accept and return it.
 
     Args:
-        pattern: Which cells are stored.
-        values: Floating point of shape [nnz], in the pattern's order.
+        pattern: The stored cells.
+        values: Floating point, [nnz], in the order of the pattern.
 
     Raises:
-        ValueError: There is not one value for each entry; or two devices.
-        TypeError: The values are not a strided floating-point tensor.
+        ValueError: The number of values is wrong, or values and pattern are on different devices.
+        TypeError: The values are not a dense floating-point tensor.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
@@ -133,41 +132,41 @@ class SparseTensor(Conversions, Operators):
         """Return a matrix on the same pattern with other values."""
         return SparseTensor(self.pattern, values)
 
-    # What it is
+    # Properties
 
     @property
     def nnz(self) -> int:
-        """Entries stored."""
+        """Number of entries."""
         return self.pattern.nnz
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
+        """Data type of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the values and the pattern are."""
+        """Device of the values and the pattern."""
         return self.values.device
 
     def __repr__(self) -> str:
         return f"SparseTensor(shape={self.pattern.shape}, nnz={self.nnz}, values={self.values!r})"
 
-    # On the tape
+    # Autograd
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the values require grad."""
+        """True if the values require grad."""
         return self.values.requires_grad
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the values are a leaf of the tape."""
+        """True if the values are a leaf of the autograd graph."""
         return self.values.is_leaf
 
     @property
     def grad(self) -> SparseTensor | None:
-        """The gradient that ``backward`` left, on the same pattern."""
+        """Gradient that ``backward`` has accumulated, on the same pattern, or None."""
         gradient = self.values.grad
         return None if gradient is None else SparseTensor._of(self.pattern, gradient)
 
@@ -182,20 +181,20 @@ class SparseTensor(Conversions, Operators):
         self.values.grad = None if gradient is None else gradient.values
 
     def requires_grad_(self, requires_grad: bool = True) -> SparseTensor:
-        """Make the values a leaf that collects a gradient; returns itself."""
+        """Set whether the values require grad, and return this matrix."""
         self.values.requires_grad_(requires_grad)
         return self
 
     def detach(self) -> SparseTensor:
-        """Return the same values outside the tape."""
+        """Return a matrix with the same values, detached."""
         return SparseTensor._of(self.pattern, self.values.detach())
 
     def clone(self) -> SparseTensor:
-        """Return a differentiable copy of the values on the same pattern."""
+        """Return a matrix with a differentiable copy of the values."""
         return SparseTensor._of(self.pattern, self.values.clone())
 
     def to(self, *args: torch.device | torch.dtype | str | Tensor, **options: bool) -> SparseTensor:
-        """Move to a device, convert to a floating dtype, or both, as ``Tensor.to`` does."""
+        """Move to a device or convert to a floating-point dtype, as ``Tensor.to`` does."""
         untyped: Any = self.values
         values: Tensor = untyped.to(*args, **options)
         check_floating("SparseTensor.to(...)", "the result", values)
@@ -235,7 +234,7 @@ class SparseTensor(Conversions, Operators):
     T = property(Entries.t)
 
     def to_dense(self) -> Tensor:
-        """Return the whole matrix, differentiable at every order; memory is rows x columns."""
+        """Return the dense matrix, [rows, columns], differentiable at every order."""
         rows, columns = self.pattern.shape
         flat = self.values.new_zeros(rows * columns)
         count_densified(flat.nbytes)
@@ -258,25 +257,25 @@ pytree.register_pytree_node(
     serialized_type_name="metagrad.sparse.SparseTensor",
     flatten_with_keys_fn=_flatten_with_keys,
 )
-add_safe_globals([Pattern, SparseTensor])  # both are checked as they are made
+add_safe_globals([Pattern, SparseTensor])  # both check their arguments
 
 
 def sddmm(a: Tensor, b: Tensor, pattern: Pattern) -> SparseTensor:
-    r"""Multiply two dense matrices at the entries of a pattern alone (sampled dense-dense product).
+    r"""Multiply two dense matrices, only at the entries of a pattern (sampled dense-dense product).
 
     .. math:: y_{ij} = \sum_k a_{ik} \, b_{kj} \quad \text{for } (i, j) \text{ in the pattern}
 
     Args:
         a: Dense, [n, K].
-        b: Dense, [K, m]; a transposed view costs nothing.
-        pattern: The cells to compute, of shape (n, m).
+        b: Dense, [K, m]. A transposed view is not copied.
+        pattern: The cells to compute, with shape (n, m).
 
     Returns:
         The product on the pattern.
 
     Raises:
-        ValueError: Shapes that do not fit the pattern or each other, or two devices.
-        TypeError: Operands of other types or of two dtypes.
+        ValueError: Shapes or devices do not match.
+        TypeError: An operand has another type, or dtypes differ.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))

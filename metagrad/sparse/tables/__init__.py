@@ -1,1 +1,1 @@
-"""Embedding tables: looking rows up, their sparse cotangents, and tables that are replaced by rows."""
+"""Embedding tables: lookups, row-sparse gradients, and tables that are replaced by some of their rows."""
