@@ -30,7 +30,9 @@ _PACKAGES = tuple(os.path.dirname(path) + os.sep for path in (__file__, torch.__
 
 @dataclass(frozen=True)
 class SparsePolicy:
-    r"""Choose sparse or dense products from density and size. A product is dense if
+    r"""Rule that chooses sparse or dense products from density and size.
+
+    A product is computed densely if
 
     .. math::
         \frac{\mathrm{nnz}}{n m} \ge \mathrm{threshold} \cdot \max\!\left(1, \frac{32}{\mathrm{width}}\right)

@@ -1,1 +1,1 @@
-"""Operations on sparse matrices, composed from a family of kernels that is closed under differentiation."""
+"""Operations on sparse matrices, composed from kernels that are closed under differentiation."""

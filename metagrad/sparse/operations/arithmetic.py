@@ -1,4 +1,4 @@
-"""Arithmetic by elements: the operators of a sparse matrix with another one, a dense one or a number."""
+"""Elementwise arithmetic of a sparse matrix with a sparse matrix, a dense matrix or a number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from metagrad.sparse.policy import count_merge
 
 
 class Arithmetic(Generic[Matrix]):
-    """Python's operators by elements, powers and dropout."""
+    """Elementwise operators, powers and dropout."""
 
     __slots__ = ()
 
@@ -30,10 +30,10 @@ class Arithmetic(Generic[Matrix]):
     @overload
     def __add__(self, other: Tensor) -> Tensor: ...
     def __add__(self, other: Matrix | Tensor | float) -> Matrix | Tensor:
-        """Add a sparse matrix or a dense one of the same shape, or the number 0.
+        """Add a sparse or dense matrix of the same shape, or the number 0.
 
-        Two matrices on the same Pattern add as vectors. For two patterns the union, and where each entry goes in it,
-        is found once and kept with them. The sum with a dense matrix is dense, and a dense one is not broadcast.
+        Two matrices on the same Pattern add as vectors. The union of two patterns is computed once and cached. The
+        sum with a dense matrix is dense. Dense matrices are not broadcast.
         """
         return _add("a + b", self._matrix, other)
 
@@ -44,7 +44,7 @@ class Arithmetic(Generic[Matrix]):
     @overload
     def __sub__(self, other: Tensor) -> Tensor: ...
     def __sub__(self, other: Matrix | Tensor | float) -> Matrix | Tensor:
-        """Subtract as :meth:`__add__` adds."""
+        """Subtract a matrix of the same shape, or the number 0. See :meth:`__add__`."""
         if isinstance(other, (Tensor, Real)):
             return _add("a - b", self._matrix, -other)
         b = as_sparse("a - b", "b", other)
@@ -59,11 +59,10 @@ class Arithmetic(Generic[Matrix]):
         return _add("b - a", like(a, a.pattern, -a.values), other)
 
     def __mul__(self, other: Matrix | Tensor | float) -> Matrix:
-        """Multiply by elements.
+        """Multiply elementwise by a sparse matrix, a number, or a dense [n, m], [n, 1], [1, m], [m] or scalar.
 
-        The other one is sparse or dense, [n, m], [n, 1], [1, m], [m] or a scalar, or a number. Of a dense one only
-        what stands at the entries is read. The result is on the intersection of two patterns, otherwise on the
-        pattern of ``a``. Cells that are not stored are zero and stay so, also where the other is infinite or NaN.
+        Only the entries of ``a`` are read from a dense matrix. The result is on the intersection of two patterns,
+        otherwise on the pattern of ``a``. Cells that are not stored stay zero, even if the other is infinite or NaN.
         """
         call, a = "a * b", self._matrix
         if isinstance(other, Real):
@@ -115,7 +114,7 @@ class Arithmetic(Generic[Matrix]):
         return like(a, a.pattern, a.values**exponent)
 
     def dropout(self, p: float = 0.5, *, training: bool = True) -> Matrix:
-        r"""Set entries to zero with probability ``p``, and divide the others by ``1 - p``; the pattern stays.
+        r"""Set entries to zero with probability ``p`` and divide the rest by ``1 - p``, on the same pattern.
 
         Example:
             >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))

@@ -30,26 +30,25 @@ def attention(
         \frac{e^{s_{ij}}}{\sum_{l \in \mathrm{row}\ i} e^{s_{il}}} \, v_j,
         \qquad s_{ij} = \mathrm{scale} \cdot q_i^\top k_j, \qquad z_{ij} \sim \mathrm{Bernoulli}(1 - p)
 
-    Like ``torch.nn.functional.scaled_dot_product_attention`` with the pattern as its boolean mask, and right at
-    every order. Memory and time of every derivative are those of the entries, times the heads: it is the output
-    that is normalised and not the weights, so the forward keeps one number for each entry; with dropout three.
-    Half precision is computed in float32.
+    The result equals ``torch.nn.functional.scaled_dot_product_attention`` with the pattern as a boolean mask, and is
+    correct at every order. Memory and time of every derivative are proportional to the entries times the heads. The
+    forward stores 1 value per entry and head, or 3 with dropout. Half precision is computed in float32.
 
     Args:
-        q: Queries, [..., n, D]; leading dimensions are batch and heads, and broadcast.
+        q: Queries, [..., n, D]. Leading dimensions (batch, heads) broadcast.
         k: Keys, [..., m, D].
         v: Values, [..., m, E].
-        pattern: Which keys each query sees, of shape (n, m), the same in all heads.
-        scale: The factor of the scores; None is 1 / sqrt(D).
-        dropout_p: The probability p with which each normalised weight is set to zero, drawn of torch's global
-            generator; 0 draws nothing. As in torch's function it is applied always: pass 0 in evaluation.
+        pattern: The keys that each query sees, with shape (n, m), for all heads.
+        scale: Factor of the scores. None is 1 / sqrt(D).
+        dropout_p: Probability of setting a normalized weight to zero. It is applied in evaluation mode, as in torch:
+            pass 0 there. Random numbers come from torch's global generator.
 
     Returns:
-        [..., n, E]. A query without keys gets zeros, and gives no gradient.
+        [..., n, E]. A query without keys gives zeros and has no gradient.
 
     Raises:
-        ValueError: Shapes do not fit the pattern or each other, two devices, or ``dropout_p`` is no probability.
-        TypeError: Operands of other types or of two dtypes.
+        ValueError: Shapes or devices do not match, or ``dropout_p`` is not a probability.
+        TypeError: An operand has another type, or dtypes differ.
 
     Note:
         There is no bias on the scores. Under ``vmap``, dropout needs its ``randomness=``.
@@ -85,9 +84,9 @@ def attention(
 def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> Tensor:
     """Attend in one head, scale included in the queries."""
     scores = rules.sample(pattern, q, k)
-    # The result does not depend on what is subtracted, so it may be a constant at every order.
+    # The maximum cancels in the result, so it is a constant for derivatives of every order.
     weights = torch.exp(scores - rules.gather(largest(scores, pattern.rows, pattern.shape[0]), pattern.rows))
-    if dropout_p:  # all weights are normalised by, those left are summed
+    if dropout_p:  # all weights are in the normalization, the remaining weights are in the sum
         total = rules.segment_sum(weights, pattern.rows).unsqueeze(1)
         summed = rules.matmul(pattern, F.dropout(weights, dropout_p), v)
     else:

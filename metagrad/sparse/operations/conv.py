@@ -31,18 +31,16 @@ class Rulebook:
     odd kernel come in mirrored pairs, so only the first half of them is stored.
 
     Args:
-        coords: int64 [sites, 1 + d]: the number of the example, then d coordinates, in the order of the kernel's
-            dimensions (height, width of an image). No site twice, in any order.
-        kernel_size: Sites along each dimension of the kernel, odd; one number for all.
-        dilation: Steps between the kernel's sites; one number for all dimensions, or d of them.
+        coords: Number of the example and d coordinates of each site, int64 [sites, 1 + d]. The coordinates are in the
+            order of the dimensions of the kernel (height, width of an image). Sites are distinct, in any order.
+        kernel_size: Odd size of the kernel, one int or d ints.
+        dilation: Distance between neighboring sites of the kernel, one int or d ints.
 
     Attributes:
-        pairs: For each kernel position before the middle one, row by row: the sites, and for each of them its
-            neighbour in that direction.
+        pairs: Sites and their neighbors, for each kernel position before the middle, row by row.
 
     Raises:
-        ValueError: A site is given twice, coordinates are of another shape or too far apart to be numbered, the
-            kernel is even, or sizes are not positive or not d.
+        ValueError: A site occurs twice, coordinates have a wrong shape or are too far apart, or a size is wrong.
         TypeError: Coordinates or sizes are not integers.
 
     Example:
@@ -74,21 +72,21 @@ class Rulebook:
 
     @property
     def num_sites(self) -> int:
-        """How many sites there are."""
+        """Number of sites."""
         return self.coords.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """The device of the sites."""
+        """Device of the sites."""
         return self.coords.device
 
     def routes(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Return for each kernel position the sites of the output and of the input; None is each with itself."""
+        """Return the output and input sites of each kernel position. None pairs each site with itself."""
         return [*self.pairs, None, *((there, here) for here, there in reversed(self.pairs))]
 
     @property
     def num_pairs(self) -> int:
-        """Products of a site's features with a kernel position's matrix: each site with itself, and both ways."""
+        """Number of products of the features of a site with the matrix of a kernel position."""
         return self.num_sites + 2 * sum(len(sites) for sites, _ in self.pairs)
 
     def __repr__(self) -> str:
@@ -99,7 +97,7 @@ class Rulebook:
 
 
 def _first_offsets(kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """List the steps to the kernel positions before the middle one; position -1 - i is the mirror of i."""
+    """Return the offsets of the kernel positions before the middle. Position -1 - i is the mirror of i."""
     steps = [
         range(-(size // 2) * apart, size // 2 * apart + 1, apart)
         for size, apart in zip(kernel_size, dilation, strict=True)
@@ -109,10 +107,10 @@ def _first_offsets(kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> l
 
 
 def _find_pairs(coords: Tensor, offsets: list[tuple[int, ...]]) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Find the sites that have a neighbour at each offset, by sorting and searching their numbers."""
+    """Return the sites that have a neighbor at each offset, by sorting and searching their numbers."""
     if not len(coords):
         return ((coords.new_zeros(0), coords.new_zeros(0)),) * len(offsets)
-    # Every line is padded by the reach of the kernel, so that a step beyond its end does not land on the next one.
+    # Lines are padded by the size of the kernel, so that an offset beyond the end of a line misses the next line.
     reach = [max((abs(offset[d]) for offset in offsets), default=0) for d in range(coords.shape[1] - 1)]
     keys, strides = _numbered(coords, reach)
     keys, order = torch.sort(keys)
@@ -127,7 +125,7 @@ def _find_pairs(coords: Tensor, offsets: list[tuple[int, ...]]) -> tuple[tuple[T
 
 
 def _numbered(coords: Tensor, reach: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Number the sites row by row in the box around them, whose lines are ``reach`` cells longer."""
+    """Return row-major numbers of the sites in their bounding box, with lines that are ``reach`` cells longer."""
     lowest = coords.amin(0)
     spans = [
         int(high) - int(low) + 1 + extra
@@ -194,29 +192,29 @@ _Gradients: TypeAlias = tuple[None, Tensor | None, Tensor | None]
 
 
 def conv(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = None) -> Tensor:
-    r"""Convolve features on the sites of a sparse grid; the output is on the same sites.
+    r"""Submanifold convolution: convolve features on the sites of a sparse grid, with output on the same sites.
 
     .. math:: y_p = b + \sum_{o \,:\, p + o \text{ is a site}} W_o \, x_{p + o}
 
-    Equal to ``torch.nn.functional.conv2d`` (or ``conv1d``, ``conv3d``) of the grid, zero where there is no site, read
-    at the sites, with padding ``dilation * (kernel_size - 1) / 2``. Time is in pairs of sites, memory of every
-    derivative in sites: no grid is made.
+    The result equals ``torch.nn.functional.conv2d`` (or ``conv1d``, ``conv3d``) of the dense grid, read at the sites,
+    with padding ``dilation * (kernel_size - 1) / 2``. The grid is zero elsewhere and never materialized. Time is
+    proportional to the pairs of sites, and memory of every derivative to the sites.
 
     Args:
         x: Features, [sites, C_in], in the order of the rulebook's ``coords``.
         weight: [C_out, C_in, *kernel_size], torch's layout.
-        rulebook: Made of the sites for this kernel size.
+        rulebook: The rulebook of the sites for this kernel size.
         bias: [C_out].
 
     Returns:
         [sites, C_out].
 
     Raises:
-        ValueError: Shapes do not fit the rulebook or each other, or two devices.
-        TypeError: Operands of other types or of two dtypes.
+        ValueError: Shapes or devices do not match.
+        TypeError: An operand has another type, or dtypes differ.
 
     Note:
-        Under ``vmap`` the batch is a loop.
+        Under ``vmap`` the batch runs in a loop.
 
     Example:
         >>> coords = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 5, 5]])
@@ -235,7 +233,7 @@ def conv(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = No
 
 
 class _ConvContext(Context, Protocol):
-    """What a derivative has of a rule."""
+    """The saved arguments of a rule."""
 
     structure: tuple[Rulebook]
 
@@ -278,7 +276,7 @@ class _Convolve(_Rule):
 
 
 class _Correlate(_Rule):
-    """x [sites, C_in], g [sites, C_out] to [positions, C_in, C_out]: the sum of x g^T over the pairs of each."""
+    """x [sites, C_in], g [sites, C_out] to [positions, C_in, C_out], the sum of x g^T over pairs of sites."""
 
     @staticmethod
     def forward(rulebook: Rulebook, x: Tensor, g: Tensor) -> Tensor:
@@ -298,7 +296,7 @@ class _Correlate(_Rule):
 
 
 def _adjoint(w: Tensor) -> Tensor:
-    """Return the kernel that moves cotangents back: mirrored positions join the same pairs of sites."""
+    """Return the kernel of the backward pass. Mirrored positions have the same pairs of sites."""
     return w.flip(0).mT.contiguous()
 
 

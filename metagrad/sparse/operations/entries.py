@@ -1,4 +1,4 @@
-"""A pattern and the values of its entries: what operations on matrices take and return."""
+"""A pattern and the values of its entries: the arguments and results of operations on matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Entries:
-    """The part of a :class:`SparseTensor` that operations work on; each returns the type that it was given."""
+    """The part of a :class:`SparseTensor` that operations use. Each operation returns the type of its argument."""
 
     __slots__ = ("__weakref__", "pattern", "values")
 
@@ -23,18 +23,18 @@ class Entries:
 
     @classmethod
     def _of(cls, pattern: Pattern, values: Tensor) -> Self:
-        """Make one of parts that fit, or of what a torch.func transform put in the place of values."""
+        """Return a matrix without checks. Values may be wrappers of a torch.func transform."""
         made = cls.__new__(cls)
         made.pattern, made.values = pattern, values
         return made
 
     @property
     def shape(self) -> torch.Size:
-        """Rows and columns."""
+        """Numbers of rows and columns."""
         return torch.Size(self.pattern.shape)
 
     def t(self) -> Self:
-        """Return the transpose, differentiable; its pattern is the cached transpose."""
+        """Return the transpose, differentiably, on the cached transpose of the pattern."""
         return self._of(self.pattern.t(), self.values.index_select(0, self.pattern.csc_order))
 
 
@@ -42,7 +42,7 @@ Matrix = TypeVar("Matrix", bound=Entries)
 
 
 def like(a: Matrix | type[Matrix], pattern: Pattern, values: Tensor) -> Matrix:
-    """Make a matrix of the type of another, or of a type, of parts that fit."""
+    """Return a matrix of the type of ``a``, or of the type ``a``, without checks."""
     return a._of(pattern, values)
 
 
@@ -51,7 +51,7 @@ def as_sparse(call: str, name: str, a: Matrix) -> Matrix: ...
 @overload
 def as_sparse(call: str, name: str, a: object) -> Any: ...
 def as_sparse(call: str, name: str, a: object) -> Any:
-    """Return the matrix that an argument is, or that a parameter holds; raise ``TypeError`` for anything else."""
+    """Return the matrix of an argument or of a parameter. Raise ``TypeError`` for other types."""
     matrix = getattr(a, "_matrix", None)
     if isinstance(matrix, Entries):
         return matrix

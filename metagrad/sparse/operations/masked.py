@@ -1,9 +1,8 @@
-"""Reductions over the valid entries of padded data, whose invalid entries reach no derivative.
+"""Reductions over the valid entries of padded data. Invalid entries affect no derivative.
 
-A product with a 0/1 mask is not enough: ``0 * nan`` is ``nan``, in the value, in the gradient, and again in
-every later derivative. Each function here selects with :func:`torch.where` twice: on the way in, so that
-arithmetic never sees an invalid entry, and, where its result has the entries of its input, on the way out, so
-that no cotangent of an invalid entry comes back. Shapes never depend on the values of a mask.
+A product with a 0/1 mask is not enough: ``0 * nan`` is ``nan`` in the value and in every derivative. Each function
+applies :func:`torch.where` to its input, so that arithmetic never sees an invalid entry. A result with the shape of
+the input is masked again, which drops cotangents of invalid entries. Shapes never depend on the values of a mask.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ def masked_sum(
 
     .. math:: y = \sum_{i : m_i} x_i
 
-    The gradient is exactly zero at invalid entries, at every order, whatever stands there. It is an operation
-    *before* this one that can still spoil it: ``masked_sum(x.log(), mask)`` multiplies that zero by ``1 / x``.
-    Replace invalid entries before such an operation: ``masked_sum(torch.where(mask, x, 1).log(), mask)``.
+    The gradient is exactly zero at invalid entries, at every order. An operation *before* this one can still make it
+    NaN: ``masked_sum(x.log(), mask)`` multiplies zero by ``1 / x``. Replace invalid entries before such an operation:
+    ``masked_sum(torch.where(mask, x, 1).log(), mask)``.
 
     Args:
         x: Values, of any shape and dtype.
-        mask: Bools that broadcast to the shape of ``x``; True marks a valid entry.
-        dim: Which dimensions to reduce; None reduces all.
-        keepdim: Keep reduced dimensions with size 1.
+        mask: Valid entries, bool. Broadcasts to the shape of ``x``.
+        dim: Dimensions to reduce. None reduces all.
+        keepdim: True to keep reduced dimensions with size 1.
 
     Returns:
-        The sum; 0 where no entry is valid.
+        The sum. It is 0 if no entry is valid.
 
     Raises:
         TypeError: ``mask`` is not bool.
@@ -58,17 +57,16 @@ def masked_mean(
     .. math:: y = \frac{1}{\max(n, 1)} \sum_{i : m_i} x_i, \qquad n = \#\{i : m_i\}
 
     Half precision is accumulated in float32, so that neither the sum nor the count overflows. The gradient is
-    exactly zero at invalid entries, at every order; what :func:`masked_sum` says of operations before it holds
-    here.
+    exactly zero at invalid entries, at every order. :func:`masked_sum` describes operations that change this.
 
     Args:
         x: Values, floating or complex, of any shape.
-        mask: Bools that broadcast to the shape of ``x``; True marks a valid entry.
-        dim: Which dimensions to reduce; None reduces all.
-        keepdim: Keep reduced dimensions with size 1.
+        mask: Valid entries, bool. Broadcasts to the shape of ``x``.
+        dim: Dimensions to reduce. None reduces all.
+        keepdim: True to keep reduced dimensions with size 1.
 
     Returns:
-        The mean; 0 where no entry is valid.
+        The mean. It is 0 if no entry is valid.
 
     Raises:
         TypeError: ``mask`` is not bool, or ``x`` is neither floating nor complex.
@@ -89,20 +87,19 @@ def masked_mean(
 
 
 def masked_softmax(x: Tensor, mask: Tensor, dim: int) -> Tensor:
-    r"""Normalise the exponentials of the valid entries.
+    r"""Compute the softmax of the valid entries.
 
     .. math:: y_i = m_i \, e^{x_i} \Big/ \sum_{j : m_j} e^{x_j}
 
-    Invalid entries are exactly zero, and so is the gradient there, at every order; cotangents that arrive at
-    invalid entries are dropped.
+    Invalid entries and their gradients are exactly zero, at every order. Cotangents of invalid entries are dropped.
 
     Args:
         x: Scores, floating, of any shape.
-        mask: Bools that broadcast to the shape of ``x``; True marks a valid entry.
+        mask: Valid entries, bool. Broadcasts to the shape of ``x``.
         dim: The dimension along which the result sums to one.
 
     Returns:
-        Weights in the shape of ``x``; all zero along ``dim`` where no entry is valid.
+        Weights in the shape of ``x``. They are zero along ``dim`` if no entry is valid.
 
     Raises:
         TypeError: ``mask`` is not bool, or ``x`` is not floating.
@@ -117,7 +114,7 @@ def masked_softmax(x: Tensor, mask: Tensor, dim: int) -> Tensor:
     _check_mask("masked_softmax", x, mask)
     _check_dim("masked_softmax", x, dim)
     _check_floating("masked_softmax", x, complex_too=False)
-    # A row of -inf alone would be nan inside, which anomaly detection reports although the mask then hides it.
+    # The softmax of a row of -inf would be nan. The mask would hide it, but anomaly detection would report it.
     is_empty = ~mask.expand(x.shape).any(dim, keepdim=True)
     scores = torch.where(mask, x, -torch.inf).masked_fill(is_empty, 0)
     return torch.where(mask, scores.softmax(dim), 0)
@@ -128,15 +125,13 @@ def mask_gradient(x: Tensor, mask: Tensor) -> Tensor:
 
     .. math:: y = x, \qquad \partial y / \partial x := \operatorname{diag}(m)
 
-    A gradient hook as an ordinary operation: it works under ``vmap``, ``torch.func`` and ``torch.compile``,
-    and at every order the masked entries are constants. The Jacobian is the stated one in both modes: a
-    tangent is masked as a cotangent is, which keeps forward mode the transpose of reverse mode, so that
-    forward-over-reverse and reverse-over-reverse give the same second derivatives. Finite differences see the
-    identity instead, by design.
+    Masked entries are constants for derivatives of every order. Unlike a gradient hook, this operation works under
+    ``vmap``, ``torch.func`` and ``torch.compile``. Forward mode masks tangents as reverse mode masks cotangents, so
+    all modes give the same second derivatives. Finite differences give the identity, by design.
 
     Args:
-        x: Values, floating or complex, of any shape; they may be nan or inf.
-        mask: Bools that broadcast to the shape of ``x``; False stops the gradient.
+        x: Values, floating or complex, of any shape. They may be nan or inf.
+        mask: Entries with a gradient, bool. Broadcasts to the shape of ``x``.
 
     Returns:
         A tensor equal to ``x``.

@@ -1,4 +1,4 @@
-"""Products of a sparse matrix with a dense one and with another sparse one."""
+"""Products of a sparse matrix with a dense matrix and with a sparse matrix."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def spmm(a: Entries, b: Tensor) -> Tensor:
 
     .. math:: y_{ik} = \sum_{j \in \mathrm{row}\ i} a_{ij} \, b_{jk}
 
-    The gradient with respect to the values is :func:`sddmm`, and that with respect to ``b`` is a product with the
-    transpose, at every order: memory and time are those of the entries, never of rows x columns.
+    The gradient with respect to the values is :func:`sddmm`. The gradient with respect to ``b`` is a product with the
+    transpose. At every order, memory and time are proportional to the entries, not to rows x columns.
 
     Args:
         a: Sparse, [n, m].
@@ -26,8 +26,8 @@ def spmm(a: Entries, b: Tensor) -> Tensor:
         Dense, [n], [n, K] or [..., n, K].
 
     Raises:
-        ValueError: The rows of ``b`` are not the columns of ``a``, or two devices.
-        TypeError: Operands of other types or of two dtypes.
+        ValueError: Shapes or devices do not match.
+        TypeError: An operand has another type, or dtypes differ.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
@@ -53,20 +53,19 @@ def spgemm(a: Matrix, b: Matrix) -> Matrix:
 
     .. math:: y_{ij} = \sum_k a_{ik} \, b_{kj}
 
-    Which entries meet, and where their products go, is found once for a pair of patterns and kept with them; the
-    numbers are gathered, multiplied and added by segments, so every derivative costs what the product does.
+    The pairs of entries that are multiplied are found once for two patterns and cached. Values are gathered,
+    multiplied and added by segments, so every derivative costs as much as the product.
 
     Args:
         a: Sparse, [n, k].
         b: Sparse, [k, m].
 
     Returns:
-        The product, [n, m]; its pattern is the same object for the same two patterns. A cell in which the
-        products cancel is stored all the same.
+        The product, [n, m]. The same two patterns give the same pattern. A cell whose products cancel is stored.
 
     Raises:
-        ValueError: The rows of ``b`` are not the columns of ``a``, or two devices.
-        TypeError: Operands of other types or of two dtypes.
+        ValueError: Shapes or devices do not match.
+        TypeError: An operand has another type, or dtypes differ.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))

@@ -48,10 +48,10 @@ class Reductions(Generic[Matrix]):
         return (sums / (a.shape[0] * a.shape[1] if dim is None else a.shape[dim])).to(a.values.dtype)
 
     def max(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
-        """Take the largest stored entry of all, or of each row or column; 0 where nothing is stored.
+        """Return the largest stored entry, or the largest entry of each row or column. It is 0 without entries.
 
-        Cells that are not stored do not take part: ``a.relu().max(dim)`` counts their zeros.
-        The gradient is the one of :func:`metagrad.sparse.segment_max`.
+        Cells that are not stored are ignored. ``a.relu().max(dim)`` includes their zeros. The gradient is described
+        in :func:`metagrad.sparse.segment_max`.
         """
         a = self._matrix
         if dim is None:
@@ -61,8 +61,8 @@ class Reductions(Generic[Matrix]):
     def norm(self, p: float = 2) -> Tensor:
         """Compute the p-norm of the entries, for ``p`` of 1 or more or ``math.inf``.
 
-        The norm has a corner at the zero matrix, and for a ``p`` that is not an even number it may have one at an
-        entry that is zero. Derivatives of every order are 0 there, never NaN.
+        The norm is not differentiable at the zero matrix, and for some ``p`` at an entry that is zero. Derivatives of
+        every order are 0 there, never NaN.
         """
         given = self._matrix.values
         values = widened(given)
@@ -74,14 +74,13 @@ class Reductions(Generic[Matrix]):
         return _without_zeros(powers.sum(), lambda x: x ** (1 / p)).to(given.dtype)
 
     def softmax(self, dim: int = -1) -> Matrix:
-        """Normalise the exponentials of each row or column: :func:`metagrad.sparse.softmax`."""
+        """Compute the softmax of each row or column. See :func:`metagrad.sparse.softmax`."""
         return softmax(self._matrix, dim)
 
     def log_softmax(self, dim: int = -1) -> Matrix:
-        """Compute the logarithm of :meth:`softmax`, without the underflow of its two steps.
+        """Compute the logarithm of :meth:`softmax` without underflow.
 
-        A cell that is not stored has a weight of 0, so its log-weight is minus infinity, and not the 0 that
-        :meth:`SparseTensor.to_dense` writes there.
+        The log-weight of a cell that is not stored is minus infinity. :meth:`SparseTensor.to_dense` writes 0 there.
         """
         a = self._matrix
         index = _along("a.log_softmax(dim)", a.pattern, dim)
@@ -90,7 +89,7 @@ class Reductions(Generic[Matrix]):
 
 
 def softmax(a: Matrix, dim: int = -1) -> Matrix:
-    r"""Normalise the exponentials of the stored entries of each row, or of each column.
+    r"""Compute the softmax of the stored entries of each row or column.
 
     .. math:: y_{ij} = e^{a_{ij}} \Big/ \sum_{k \text{ stored in row } i} e^{a_{ik}}
 
@@ -98,10 +97,10 @@ def softmax(a: Matrix, dim: int = -1) -> Matrix:
 
     Args:
         a: Sparse, [n, m].
-        dim: 1 or -1, each row; 0 or -2, each column.
+        dim: 1 or -1 for each row, 0 or -2 for each column.
 
     Returns:
-        Weights on the same pattern; a row without entries has none.
+        Weights on the same pattern.
 
     Raises:
         ValueError: ``dim`` is out of range.
@@ -129,7 +128,7 @@ def _along(call: str, pattern: Pattern, dim: int) -> Segments:
 
 
 def _summed(call: str, a: Entries, dim: int | None, keepdim: bool) -> Tensor:
-    """Add all cells, or those of each row or column, in the dtype in which sums are accumulated."""
+    """Add all cells, or the cells of each row or column, in the dtype of accumulation."""
     values = widened(a.values)
     if dim is None:
         return _kept(values.sum(), dim, keepdim)
@@ -144,6 +143,6 @@ def _kept(result: Tensor, dim: int | None, keepdim: bool) -> Tensor:
 
 
 def _without_zeros(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function that is 0 at 0, with derivatives of 0 there."""
+    """Apply a function that is 0 at 0, with zero derivatives at 0."""
     is_zero = x == 0
     return function(x.masked_fill(is_zero, 1)).masked_fill(is_zero, 0)

@@ -17,26 +17,26 @@ from metagrad.sparse.kernels.products import index_rows, index_sum
 from metagrad.sparse.pattern import Segments
 
 Index: TypeAlias = Segments | Tensor
-"""Which segment each entry belongs to: a fixed map, or its ids as data, int64 of shape [entries]."""
+"""The segment of each entry: a fixed map, or ids as data, int64 [entries]."""
 
 
 def gather(x: Tensor, index: Index) -> Tensor:
-    r"""Give each entry the row of its segment.
+    r"""Return the row of the segment of each entry.
 
     .. math:: y_e = x_{s(e)}
 
-    The derivative is :func:`segment_sum`, whose derivative is this again.
+    The derivative is :func:`segment_sum`, whose derivative is ``gather``.
 
     Args:
         x: Floating point, [num_segments, ...].
-        index: :class:`Segments`, or ids of shape [entries]. Ids are data: under ``torch.vmap`` they may be batched.
-            They are checked on the CPU; on CUDA torch's kernel stops at a bad one, as it does in ``F.embedding``.
+        index: :class:`Segments`, or ids [entries]. ``torch.vmap`` may batch ids. Their range is checked on the CPU.
+            On CUDA torch's kernel checks it, as in ``F.embedding``.
 
     Returns:
         [entries, ...].
 
     Raises:
-        ValueError: ``x`` has no rows to choose from, not one for each segment, or an id is out of range; two devices.
+        ValueError: The number of rows of ``x`` is wrong, an id is out of range, or devices differ.
         TypeError: ``x`` is not strided floating point, or the ids are not integers.
 
     Example:
@@ -59,20 +59,20 @@ def segment_sum(values: Tensor, index: Index, num_segments: int | None = None) -
 
     .. math:: y_s = \sum_{e : s(e) = s} v_e
 
-    The derivative is :func:`gather`, whose derivative is this again. With :class:`Segments` the sum is several times
-    faster than with ids, and on CUDA it does not depend on the order in which the entries arrive.
+    The derivative is :func:`gather`, whose derivative is ``segment_sum``. With :class:`Segments` the sum is several
+    times faster than with ids, and deterministic on CUDA.
 
     Args:
         values: Floating point, [entries, ...].
-        index: :class:`Segments`, or ids of shape [entries], as :func:`gather` takes them.
-        num_segments: How many segments there are; with ids alone.
+        index: :class:`Segments`, or ids [entries], as in :func:`gather`.
+        num_segments: Number of segments. Give it only with ids.
 
     Returns:
-        [num_segments, ...]; 0 for a segment without entries.
+        [num_segments, ...]. A segment without entries gives 0.
 
     Raises:
-        ValueError: There is not one value for each entry, an id is out of range, or two devices; ``num_segments`` is
-            missing with ids, or given with Segments, which know it.
+        ValueError: The number of values is wrong, an id is out of range, or devices differ. Or ``num_segments`` is
+            missing with ids, or given with Segments.
         TypeError: ``values`` is not strided floating point, or the ids are not integers.
 
     Example:
@@ -90,11 +90,11 @@ def segment_mean(values: Tensor, index: Index, num_segments: int | None = None) 
 
     Args:
         values: Floating point, [entries, ...].
-        index: :class:`Segments`, or ids of shape [entries], as :func:`gather` takes them.
-        num_segments: How many segments there are; with ids alone.
+        index: :class:`Segments`, or ids [entries], as in :func:`gather`.
+        num_segments: Number of segments. Give it only with ids.
 
     Returns:
-        [num_segments, ...]; 0 for a segment without entries.
+        [num_segments, ...]. A segment without entries gives 0.
 
     Raises:
         ValueError: As :func:`segment_sum`.
@@ -116,17 +116,16 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
     .. math:: y_s = \max_{e : s(e) = s} v_e, \qquad
         \frac{\partial y_s}{\partial v_e} = \frac{[v_e = y_s]}{\#\{e' : v_{e'} = y_s\}}
 
-    The gradient goes to the largest entry; several that are equal share it evenly, as in ``torch.amax``. The
-    derivative is constant where it exists, so the second is zero.
+    The largest entry has the gradient. Equal largest entries share it evenly, as in ``torch.amax``. The second
+    derivative is zero.
 
     Args:
-        values: Floating point, [entries, ...]; each number of a row has its own maximum.
-        index: :class:`Segments`, or ids of shape [entries], as :func:`gather` takes them.
-        num_segments: How many segments there are; with ids alone.
+        values: Floating point, [entries, ...]. The maximum is taken elementwise.
+        index: :class:`Segments`, or ids [entries], as in :func:`gather`.
+        num_segments: Number of segments. Give it only with ids.
 
     Returns:
-        [num_segments, ...]; 0 for a segment without entries, where the maximum of nothing, minus infinity, would be
-        NaN in the next product.
+        [num_segments, ...]. A segment without entries gives 0, because minus infinity would give NaN in a product.
 
     Raises:
         ValueError: As :func:`segment_sum`.
@@ -144,26 +143,26 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
     is_top = values == spread(top, index)
     ties = total(is_top.to(values.dtype), index, num)
     shared = total(torch.where(is_top, values, 0) / spread(ties, index), index, num)
-    # Shares of equal entries may not add up to the entry exactly, so only the derivative is theirs; but for infinite
-    # values, which minus themselves are NaN.
+    # Shares of equal entries may not add up to the entry exactly, so they give only the derivative. Infinite values
+    # are the exception: their difference would be NaN.
     return torch.where(top.isfinite(), top + (shared - shared.detach()), shared).to(dtype)
 
 
 def segment_softmax(values: Tensor, index: Index, num_segments: int | None = None) -> Tensor:
-    r"""Normalise the exponentials of the entries of each segment.
+    r"""Compute the softmax of the entries of each segment.
 
     .. math:: y_e = e^{v_e} \Big/ \sum_{e' : s(e') = s(e)} e^{v_{e'}}
 
     The largest entry of a segment is subtracted first, so no exponential overflows.
 
     Args:
-        values: Scores, floating point, [entries, ...]; minus infinity gives a weight of 0.
-        index: :class:`Segments`, or ids of shape [entries], as :func:`gather` takes them.
-        num_segments: How many segments there are; with ids alone.
+        values: Scores, floating point, [entries, ...]. Minus infinity gives a weight of 0.
+        index: :class:`Segments`, or ids [entries], as in :func:`gather`.
+        num_segments: Number of segments. Give it only with ids.
 
     Returns:
-        Weights in the shape of ``values``, which sum to one over each segment; 0, with a gradient of 0, over one that
-        is minus infinity throughout (``torch.softmax`` gives NaN there).
+        Weights in the shape of ``values``. They sum to one over each segment. If all scores of a segment are minus
+        infinity, weights and gradients are 0, while ``torch.softmax`` gives NaN.
 
     Raises:
         ValueError: As :func:`segment_sum`.
@@ -180,19 +179,19 @@ def segment_softmax(values: Tensor, index: Index, num_segments: int | None = Non
 
 
 def spread(x: Tensor, index: Index) -> Tensor:
-    """Do :func:`gather` with arguments known to fit."""
+    """Run :func:`gather` without checks."""
     return rules.gather(x, index) if isinstance(index, Segments) else index_rows(x, index)
 
 
 def total(values: Tensor, index: Index, num: int) -> Tensor:
-    """Do :func:`segment_sum` with arguments known to fit."""
+    """Run :func:`segment_sum` without checks."""
     if isinstance(index, Segments):
         return rules.segment_sum(values, index)
     return index_sum(values, index, num).to(values.dtype)
 
 
 def largest(values: Tensor, index: Index, num: int) -> Tensor:
-    """Compute the maximum of each segment as a constant; 0 for one without entries."""
+    """Return the maximum of each segment as a constant. A segment without entries gives 0."""
     values = values.detach()
     ids = index.ids if isinstance(index, Segments) else index
     ids = ids.view(-1, *[1] * (values.ndim - 1)).expand_as(values)
@@ -201,7 +200,7 @@ def largest(values: Tensor, index: Index, num: int) -> Tensor:
 
 
 def exponentials(values: Tensor, index: Index, num: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores below their maximum, their exponentials, and the sums of these; 1 where there are none."""
+    """Return scores minus their maximum, their exponentials, and the sums of the exponentials (1 without entries)."""
     top = largest(values, index, num)
     shifted = values - spread(top.masked_fill(top == -math.inf, 0), index)
     weights = shifted.exp()
@@ -210,7 +209,7 @@ def exponentials(values: Tensor, index: Index, num: int) -> tuple[Tensor, Tensor
 
 
 def _check_entries(call: str, values: Tensor, index: Index, num_segments: int | None) -> tuple[Index, int]:
-    """Return the index and the number of its segments, for values known to have a row for each entry."""
+    """Return the index and the number of segments. Raise an error unless values have a row for each entry."""
     check_floating(call, "values", values)
     if isinstance(index, Segments):
         if num_segments is not None:

@@ -1,4 +1,4 @@
-"""Lookups in embedding tables, right at every order and at the cost of the rows that are looked up."""
+"""Lookups in embedding tables. Derivatives of every order cost as much as the indexed rows."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Pooling = Literal["mean", "sum", "max"]
 
 
 def embedding(ids: Tensor, table: Tensor, *, padding_idx: int | None = None) -> Tensor:
-    r"""Look rows up in a table; like ``torch.nn.functional.embedding``, and right at every order.
+    r"""Look up rows of a table, like ``torch.nn.functional.embedding``, with correct derivatives at every order.
 
     .. math:: y_i = T_{\mathrm{ids}_i}
 
-    The gradient of ``table`` is a :class:`RowSparse`, of any order; time and memory of every derivative are those
-    of the rows looked up, however many rows the table has. Works in forward mode and under ``torch.func``, with
-    ``ids``, ``table`` or both batched by ``vmap``.
+    Gradients with respect to ``table`` are :class:`RowSparse` at every order. Their time and memory depend on the
+    indexed rows and not on the size of the table. Forward mode and ``torch.func`` are supported. ``vmap`` may batch
+    ``ids``, ``table`` or both.
 
     Args:
-        ids: int64 or int32, of any shape; on an accelerator the range is checked by the kernel alone.
-        table: ``[V, D...]``, strided or :class:`RowSparse`.
-        padding_idx: A row that gets no gradient where it is looked up; negative counts from the end.
+        ids: int64 or int32, of any shape. On an accelerator, the kernel checks the range.
+        table: ``[V, D...]``, dense or :class:`RowSparse`.
+        padding_idx: Row whose lookups have no gradient. A negative number counts from the end.
 
     Returns:
         ``[*ids.shape, D...]``.
@@ -39,8 +39,8 @@ def embedding(ids: Tensor, table: Tensor, *, padding_idx: int | None = None) -> 
         TypeError: ``ids`` are not integers.
 
     Note:
-        Other uses of ``table`` (its norm, say, or its product with features in a tied output layer) have dense
-        gradients as always, and the sum of the two is dense.
+        Other uses of ``table`` have dense gradients, for example its norm or a tied output layer. The sum of a dense
+        and a row-sparse gradient is dense.
 
     Example:
         >>> from metagrad.sparse.tables.embedding import embedding
@@ -51,7 +51,7 @@ def embedding(ids: Tensor, table: Tensor, *, padding_idx: int | None = None) -> 
         ([0, 2], [[3.0], [54.0]])
 
     References:
-        PyTorch, ``torch.nn.functional.embedding``, for the meaning of ``padding_idx``.
+        PyTorch, ``torch.nn.functional.embedding`` (definition of ``padding_idx``).
     """
     if has_torch_function((ids, table)):
         return handle_torch_function(embedding, (ids, table), ids, table, padding_idx=padding_idx)
@@ -74,26 +74,26 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     padding_idx: int | None = None,
 ) -> Tensor:
-    r"""Reduce bags of rows; like ``torch.nn.functional.embedding_bag``, and right at every order.
+    r"""Reduce bags of rows, like ``torch.nn.functional.embedding_bag``, with correct derivatives at every order.
 
     .. math:: y_b = \sum_{i \in b} w_i \, T_{\mathrm{ids}_i}, \quad\text{or the mean or the maximum over the bag}
 
-    Costs and transforms are those of :func:`embedding`. An empty bag gives zeros.
+    Cost and supported transforms are the same as for :func:`embedding`. An empty bag gives zeros.
 
     Args:
-        ids: ``[N]`` with ``offsets``, or ``[bags, n]`` without; int64 or int32.
-        offsets: Where each bag begins in ``ids``, ``[bags]``: ascending, and the first is 0.
+        ids: int64 or int32, ``[N]`` with ``offsets``, or ``[bags, n]`` without.
+        offsets: Start of each bag in ``ids``, ``[bags]``, ascending from 0.
         table: ``[V, D...]``.
-        mode: How a bag is reduced. The maximum is taken by element; of equal ones the first has the gradient.
-        per_sample_weights: :math:`w`, in the shape of ``ids``; differentiable; for ``mode="sum"`` alone.
-        padding_idx: Lookups of this row are left out of their bags; negative counts from the end.
+        mode: Reduction of a bag. The maximum is elementwise, and the first of equal elements has the gradient.
+        per_sample_weights: Weights :math:`w` in the shape of ``ids``, differentiable, only for ``mode="sum"``.
+        padding_idx: Row whose lookups are left out of their bags. A negative number counts from the end.
 
     Returns:
         ``[bags, D...]``.
 
     Raises:
-        ValueError: Shapes do not fit each other, an id or an offset is out of range, ``mode`` is unknown, or
-            weights are given for another than the sum.
+        ValueError: Shapes do not match, an id or an offset is out of range, ``mode`` is unknown, or there are weights
+            for another mode than "sum".
         TypeError: ``ids`` or ``offsets`` are not integers.
 
     Example:
@@ -175,7 +175,7 @@ def _check_offsets(call: str, offsets: Tensor, size: int) -> None:
         raise TypeError(f"{call}: offsets must be int64 or int32, got {offsets.dtype}.")
     if offsets.ndim != 1:
         raise ValueError(f"{call}: offsets must be 1-d, one for each bag, got shape {tuple(offsets.shape)}.")
-    # Values cannot be looked at under vmap, and should not be on an accelerator.
+    # Values cannot be read under vmap, and reading them would stall an accelerator.
     if _torch.functorch_is_active() or offsets.device.type != "cpu":
         return
     if not len(offsets):
@@ -196,14 +196,14 @@ def reduce_bags(
     weights: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """Sum, average or take the maximum over each bag; empty bags give zeros, as ``F.embedding_bag`` has it.
+    """Return the sum, mean or maximum of each bag. Empty bags give zeros, as in ``F.embedding_bag``.
 
     Args:
         vectors: ``[B, N, D...]``, or ``[n, D...]`` with offsets.
-        offsets: Where each bag begins, ``[B]``; None if each row of ``vectors`` is one.
+        offsets: Start of each bag, ``[B]``. None if each row of ``vectors`` is a bag.
         mode: "sum", "mean" or "max".
-        weights: A factor for each vector, ``[B, N]`` or ``[n]``; for "sum" only.
-        kept: Which vectors belong to a bag at all, bool, like ``weights``; None means all.
+        weights: Factor of each vector, ``[B, N]`` or ``[n]``, only for "sum".
+        kept: True for vectors that belong to a bag, bool in the shape of ``weights``. None means all vectors.
 
     Returns:
         ``[B, D...]``.
@@ -229,24 +229,24 @@ def over(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def _bags(vectors: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
-    """Number the bag of each vector; return how many there are as well."""
+    """Return the number of the bag of each vector, and the number of bags."""
     if offsets is None:
         num_bags, size = vectors.shape[:2]
         return torch.arange(num_bags, device=vectors.device).repeat_interleave(size), num_bags
-    # A bag begins where an offset is; torch.searchsorted would copy its arguments under vmap, and warn.
+    # torch.searchsorted would copy its arguments under vmap and warn.
     begins = torch.zeros(vectors.shape[0] + 1, dtype=torch.long, device=vectors.device)
     begins = begins.scatter_add(0, offsets.long(), torch.ones_like(offsets, dtype=torch.long))
     return begins.cumsum(0)[:-1] - 1, offsets.shape[0]
 
 
 def _summed(flat: Tensor, bag: Tensor, num_bags: int) -> Tensor:
-    # Not index_add, which torch.vmap runs one task after the other.
+    # Not index_add, which torch.vmap runs in a loop.
     index = over(bag, flat).expand_as(flat)
     return flat.new_zeros(num_bags, *flat.shape[1:]).scatter_add(0, index, flat)
 
 
 def _largest(flat: Tensor, bag: Tensor, keep: Tensor | None, num_bags: int) -> Tensor:
-    """Take the maximum by gathering it, of equal ones the first: its derivatives are those of a gather."""
+    """Gather the elementwise maximum, the first of equal elements. Derivatives are derivatives of a gather."""
     size, width = flat.shape[0], flat.shape[1:]
     index = bag.expand_as(flat)
     values = flat.detach() if keep is None else torch.where(keep, flat.detach(), -torch.inf)

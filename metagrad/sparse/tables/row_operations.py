@@ -1,8 +1,8 @@
-"""The operations of :class:`~metagrad.sparse.RowSparse` that keep to its rows; what is not among them raises.
+"""The operations that :class:`~metagrad.sparse.RowSparse` supports. Other operations raise ``TypeError``.
 
-``FUNCTIONS`` are those that a user calls whose derivatives torch would compute from the whole table: they are written
-on ``values``, on the ordinary tape. ``OPERATIONS`` are those that torch calls below its tape: accumulation of
-gradients, its own backward formulas, and the linear functions, whose formulas are right as they are.
+Users call ``FUNCTIONS``. torch would differentiate them with the whole table, so they use ``values`` and ordinary
+autograd. torch calls ``OPERATIONS`` below autograd. They accumulate gradients, stand in torch's backward formulas,
+and implement linear functions, whose formulas are correct.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from metagrad.sparse.kernels.products import index_sum
 from metagrad.sparse.tables.row_sparse import (
     FUNCTIONS,
     OPERATIONS,
-    Kept,
     RowSparse,
+    RowStorage,
     gather_rows,
     scatter_rows,
     unknown,
@@ -39,26 +39,26 @@ def _with_values(x: RowSparse, values: Tensor) -> RowSparse:
 
 
 def elementwise(function: Callable[[Tensor], Tensor]) -> Handler:
-    """Apply a function that keeps zero to every element."""
+    """Return an elementwise function from a function that is zero at zero."""
     return lambda x: _with_values(x, function(x.values))
 
 
 def multiply(x: Any, y: Any) -> RowSparse:
-    """Multiply by a number, a strided tensor that is broadcast, or another RowSparse."""
+    """Multiply by a number, a dense tensor that broadcasts, or a RowSparse."""
     if not isinstance(x, RowSparse):
         x, y = y, x
     return _with_values(x, x.values * _at_rows("mul", y, x))
 
 
 def divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> RowSparse:
-    """Divide by a number or a strided tensor; rows that are not kept are zero even over a zero."""
+    """Divide by a number or a dense tensor. Rows that are not stored stay zero, even if the divisor is zero."""
     if isinstance(y, RowSparse) or rounding_mode is not None:
         raise unknown("div(x, y)", "a quotient of zeros, or a rounded one, has no sparse form")
     return _with_values(x, x.values / _at_rows("div", y, x))
 
 
 def _at_rows(call: str, other: Any, x: RowSparse) -> Any:
-    """Return a factor in the rows of ``x``, to be broadcast against its values."""
+    """Return the rows of a factor that ``x`` stores. They broadcast against the values of ``x``."""
     if not isinstance(other, Tensor) or other.ndim <= x.ndim - x.row_ndim:
         return other
     row_shape = x.shape[: x.row_ndim]
@@ -84,7 +84,7 @@ def raised(x: Any, exponent: Any) -> RowSparse:
 
 
 def add(x: Any, y: Any, *, alpha: float = 1) -> Tensor:
-    """Add; with a strided tensor the sum is strided."""
+    """Add two tensors. The sum with a dense tensor is dense."""
     if isinstance(x, RowSparse) and isinstance(y, RowSparse):
         return _merged(x, y, alpha)
     for number, other in ((x, y), (y, x)):
@@ -123,7 +123,7 @@ def _onto(dense: Tensor, x: RowSparse, alpha: float) -> Tensor:
 
 
 def add_into(target: Tensor, y: Any, *, alpha: float = 1) -> Tensor:
-    """Add in place: to a strided tensor, in the rows; to RowSparse, either is kept."""
+    """Add in place. A dense tensor changes only in the stored rows. A RowSparse stores the rows of both."""
     if isinstance(target, RowSparse):
         if not isinstance(y, Tensor):
             return write(target, add(target, y, alpha=alpha))
@@ -140,7 +140,7 @@ def add_into(target: Tensor, y: Any, *, alpha: float = 1) -> Tensor:
 
 
 def as_rows(y: Tensor, like: RowSparse) -> RowSparse:
-    """Take a dense tensor as one of which every row is kept: what a dense gradient added to ``.grad`` makes of it."""
+    """Return a dense tensor as a RowSparse that stores every row, to add a dense gradient to a sparse ``.grad``."""
     if isinstance(y, RowSparse):
         return y
     values = written_out(y).expand(like.shape).reshape(-1, *like.shape[like.row_ndim :])
@@ -149,7 +149,7 @@ def as_rows(y: Tensor, like: RowSparse) -> RowSparse:
 
 
 def write(target: RowSparse, new: Tensor) -> RowSparse:
-    """Put other rows into a tensor and its aliases."""
+    """Write other rows into a tensor and its aliases."""
     if not target.kept.writable:
         raise unknown("a write in place into a view of another shape", "the tensor viewed would not see it")
     assert isinstance(new, RowSparse)
@@ -160,14 +160,14 @@ def write(target: RowSparse, new: Tensor) -> RowSparse:
 
 
 def in_place(function: Handler) -> Handler:
-    """Write the result of a function into its first argument."""
+    """Return a function that writes its result into its first argument."""
     return lambda x, *args, **kwargs: write(x, function(x, *args, **kwargs))
 
 
 def total(
     x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Sum over dimensions; over the rows of a table the sum is strided."""
+    """Sum over dimensions. The sum over the rows of a table is dense."""
     dims, k = _dims("sum", x, dim), x.row_ndim
     values = widened(x.values) if dtype is None else x.values.to(dtype)
     within = [d - k + 1 for d in dims if d >= k]
@@ -195,14 +195,14 @@ def _sum_over_rows(x: RowSparse, values: Tensor, dims: list[int]) -> Tensor:
 
 
 def _dims(call: str, x: RowSparse, dim: Any) -> list[int]:
-    """Return dimensions, ascending and counted from the start; all of them where none is given."""
+    """Return dimensions in ascending order, counted from the start. None means all dimensions."""
     if dim is None or (isinstance(dim, Sequence) and not dim):
         return list(range(x.ndim))
     return sorted(_counted_dims(call, x, [dim] if isinstance(dim, int) else dim))
 
 
 def _counted_dims(call: str, x: RowSparse, dims: Sequence[int]) -> list[int]:
-    """Count dimensions from the start."""
+    """Return dimensions counted from the start."""
     found = [d % x.ndim for d in dims]
     if any(not -x.ndim <= d < x.ndim for d in dims) or len(set(found)) < len(found):
         raise ValueError(
@@ -213,7 +213,7 @@ def _counted_dims(call: str, x: RowSparse, dims: Sequence[int]) -> list[int]:
 
 
 def mean(x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Average over dimensions, over all rows of the whole."""
+    """Average over dimensions, including rows that are not stored."""
     count = math.prod(x.shape[d] for d in _dims("mean", x, dim))
     sums = total(x, dim, keepdim, dtype=widened(x.values).dtype if dtype is None else dtype)
     return _cast(sums / count, x.dtype if dtype is None else dtype)
@@ -222,7 +222,7 @@ def mean(x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.d
 def vector_norm(
     x: RowSparse, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute the norm of all elements; the rows that are not kept add nothing to it."""
+    """Compute the norm of all elements. Rows that are not stored do not change it."""
     if dim is not None or keepdim or not isinstance(ord, (int, float)) or ord < 0:
         raise unknown(f"norm(x, {ord}, dim={dim})", "only the norm of all elements, of order 0 or more, is")
     if not x.values.numel():
@@ -238,14 +238,14 @@ def norm(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``torch.norm``, of all elements."""
+    """Compute ``torch.norm`` of all elements."""
     if out is not None:
         raise unknown("norm(x, out=)", "it returns a new tensor")
     return vector_norm(x, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype)
 
 
 def extremum(function: Callable[[Tensor], Tensor]) -> Handler:
-    """Take the maximum or minimum of all elements, those of the rows that are not kept among them."""
+    """Return the maximum or minimum of all elements, including zeros of rows that are not stored."""
 
     def apply(x: RowSparse, *how: Any, **more: Any) -> Tensor:
         if how or more:
@@ -257,14 +257,14 @@ def extremum(function: Callable[[Tensor], Tensor]) -> Handler:
 
 
 def index_select(x: RowSparse, dim: int, index: Tensor) -> Tensor:
-    """Select rows, kept or not; the result is strided."""
+    """Select rows, stored or not. The result is dense."""
     if _counted_dims("index_select", x, [dim]) != [0] or x.row_ndim != 1:
         raise unknown(f"index_select(x, {dim}, index)", "only the rows of one table are selected, by dim=0")
     return gather_rows(x, index)
 
 
 def counted(places: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Number places in a stack of tables; the inverse of ``torch.unravel_index``."""
+    """Return the row numbers of places in a stack of tables: the inverse of ``torch.unravel_index``."""
     rows = torch.zeros_like(places[0])
     for place, size in zip(places, shape, strict=True):
         rows = rows * size + place
@@ -272,7 +272,7 @@ def counted(places: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def view(x: RowSparse, size: Sequence[int]) -> RowSparse:
-    """Give another shape, in which rows are still whole."""
+    """Return a view with another shape, in which rows stay whole."""
     known = -math.prod(size) if -1 in size else 1
     shape = tuple(x.numel() // known if n == -1 else n for n in size)
     num_rows = math.prod(x.shape[: x.row_ndim])
@@ -283,40 +283,40 @@ def view(x: RowSparse, size: Sequence[int]) -> RowSparse:
         raise unknown(f"view(x, {shape}) of shape {tuple(x.shape)}", "it would cut rows into pieces")
     if shape[k:] == x.shape[x.row_ndim :]:
         return wrap(x.kept, shape)
-    return wrap(Kept(x.rows, x.kept.values.reshape(-1, *shape[k:]), writable=False), shape)
+    return wrap(RowStorage(x.rows, x.kept.values.reshape(-1, *shape[k:]), writable=False), shape)
 
 
 def cut(
     x: RowSparse, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> RowSparse:
-    """Take a slice: within rows, or of the rows of one table."""
+    """Return a slice within rows, or of the rows of one table."""
     (dim,) = _counted_dims("slice", x, [dim])
     start, end, step = slice(start, end, step).indices(x.shape[dim])
     shape = (*x.shape[:dim], len(range(start, end, step)), *x.shape[dim + 1 :])
     if dim >= x.row_ndim:
         within = [slice(None)] * (dim - x.row_ndim + 1)
         values = x.kept.values[(*within, slice(start, end, step))]
-        return wrap(Kept(x.rows, values, writable=False), shape)
+        return wrap(RowStorage(x.rows, values, writable=False), shape)
     if dim or x.row_ndim > 1 or step != 1:
         raise unknown(f"slice(x, dim={dim}, step={step})", "only one table is cut, in steps of 1")
     inside = (x.rows >= start) & (x.rows < end)
-    return wrap(Kept(x.rows[inside] - start, x.kept.values[inside], writable=False), shape)
+    return wrap(RowStorage(x.rows[inside] - start, x.kept.values[inside], writable=False), shape)
 
 
 def put_back(x: RowSparse, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> RowSparse:
-    """Put a slice into a tensor of zeros: the derivative of a slice."""
+    """Write a slice into a tensor of zeros: the derivative of :func:`cut`."""
     dim %= x.ndim
     if dim >= x.row_ndim:
         inner = (len(x.rows), *sizes[x.row_ndim :])
         values = torch.ops.aten.slice_backward(x.kept.values, inner, dim - x.row_ndim + 1, start, end, step)
-        return wrap(Kept(x.rows, values), sizes)
+        return wrap(RowStorage(x.rows, values), sizes)
     if dim or x.row_ndim > 1 or step != 1:
         raise unknown(f"slice_backward(x, dim={dim}, step={step})", "only one table is cut, in steps of 1")
-    return wrap(Kept(x.rows + start, x.kept.values.clone()), sizes)
+    return wrap(RowStorage(x.rows + start, x.kept.values.clone()), sizes)
 
 
 def permute(x: RowSparse, dims: Sequence[int]) -> RowSparse:
-    """Order the tables of a stack anew."""
+    """Permute the tables of a stack."""
     k, dims = x.row_ndim, _counted_dims("permute", x, dims)
     if dims[k:] != list(range(k, x.ndim)):
         raise unknown(f"permute(x, {dims})", "rows must stay whole")
@@ -328,17 +328,17 @@ def permute(x: RowSparse, dims: Sequence[int]) -> RowSparse:
 
 
 def alias(x: RowSparse) -> RowSparse:
-    """Make another tensor of the same rows and values."""
+    """Return a tensor that shares rows and values."""
     return wrap(x.kept, x.shape)
 
 
 def clone(x: RowSparse, *, memory_format: torch.memory_format | None = None) -> RowSparse:
-    """Copy the values."""
-    return wrap(Kept(x.rows, x.kept.values.clone()), x.shape)
+    """Return a tensor with a copy of the values."""
+    return wrap(RowStorage(x.rows, x.kept.values.clone()), x.shape)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert; ``Tensor.to`` is not known where torch calls an operation inside a backward pass."""
+    """Convert a tensor. ``Tensor.to`` is not available for operations that torch calls in a backward pass."""
     if x.dtype == dtype:
         return x
     return to_copy(x, dtype=dtype) if isinstance(x, RowSparse) else x.to(dtype)
@@ -347,34 +347,34 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def to_copy(
     x: RowSparse, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **layout: Any
 ) -> RowSparse:
-    """Convert dtype or device."""
+    """Convert the dtype or the device."""
     device = device or x.device
-    return wrap(Kept(x.rows.to(device), x.kept.values.to(device, dtype, copy=True)), x.shape)
+    return wrap(RowStorage(x.rows.to(device), x.kept.values.to(device, dtype, copy=True)), x.shape)
 
 
 def zeros_like(x: RowSparse, *, dtype: torch.dtype | None = None, **layout: Any) -> RowSparse:
-    """Make a tensor of no rows."""
+    """Return a tensor without rows."""
     return wrap(
-        Kept(x.rows[:0], x.kept.values.new_zeros((0, *x.kept.values.shape[1:]), dtype=dtype)), x.shape
+        RowStorage(x.rows[:0], x.kept.values.new_zeros((0, *x.kept.values.shape[1:]), dtype=dtype)), x.shape
     )
 
 
 def new_empty_strided(x: RowSparse, size: Sequence[int], stride: Sequence[int], **how: Any) -> RowSparse:
-    """Make what a gradient is copied into on its way into ``.grad``."""
+    """Return an empty tensor, into which torch copies a gradient for ``.grad``."""
     if tuple(size) != tuple(x.shape):
         raise unknown(f"new_empty_strided(x, {tuple(size)})", "only a tensor of the same shape is made")
     return zeros_like(x, **how)
 
 
 def copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Write one into the other; a strided target is zero in the rows that are not kept."""
+    """Write a tensor into another. A dense target becomes zero in rows that are not stored."""
     if isinstance(target, RowSparse):
         return write(target, as_rows(source, target))
     return add_into(target.zero_(), source)
 
 
 def _named(handler: Handler, *names: str) -> dict[Any, Handler]:
-    """Key a handler by every function of torch with one of these names."""
+    """Return a handler for every function of torch with one of these names."""
     places = (torch, Tensor)
     return {getattr(place, name): handler for name in names for place in places if hasattr(place, name)}
 

@@ -1,8 +1,7 @@
-"""Row-sparse tensors, most rows of which are zero, such as the gradient of an embedding table.
+"""Row-sparse tensors, such as the gradient of an embedding table. Most of their rows are zero.
 
-Two operations are closed under differentiation, and everything else is composed from them: to gather rows from a
-table, and to scatter rows into one. The derivative of each is the other, so the gradient of a table, of any
-order, costs what the rows cost and not what the table would.
+Everything is composed from two operations: gather rows from a table, and scatter rows into a table. Each is the
+derivative of the other. So a gradient of any order costs as much as its rows, whatever the size of the table.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from metagrad.sparse.kernels.products import index_sum
 from metagrad.sparse.policy import count_densified
 
 HOLE = torch.iinfo(torch.int64).min
-"""An id that names no row: zeros are gathered for it, and what is scattered to it is dropped."""
+"""An id of no row. Gathering it gives zeros, and values scattered to it are dropped."""
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Functions of torch whose derivatives torch would compute from the whole table; `row_operations` has ours."""
+"""Functions of torch that `row_operations` replaces, because torch would differentiate them with the whole table."""
 
 OPERATIONS: dict[Any, Callable[..., Any]] = {}
-"""What torch calls below its tape, in `row_operations`; what is not in it raises."""
+"""Operations that torch calls below autograd, from `row_operations`. Other operations raise ``TypeError``."""
 
 
 Operation: TypeAlias = Callable[..., Tensor]
@@ -41,29 +40,30 @@ def _operator(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Te
 
 
 class RowSparse(TensorSubclass):
-    r"""A tensor that is zero except in some rows; the cotangent of an embedding table.
+    r"""A tensor that is zero except in some rows, such as the gradient of an embedding table.
 
     .. math:: X_{r_i} = v_i, \qquad X_j = 0 \text{ for } j \notin r
 
-    It stands where a gradient stands: in ``.grad``, where it accumulates, and in what ``torch.autograd.grad``
-    returns, where it can be differentiated again, at every order. Its linear arithmetic, products, positive
-    powers, sums and norms keep to the rows; ``dense - lr * x`` is dense; ``dense.add_(x, alpha=-lr)`` writes the
-    rows alone. Any other operation raises, because its result would be dense.
+    It accumulates in ``.grad``. ``torch.autograd.grad`` returns it, and it can be differentiated at every order.
+    Linear arithmetic, products, positive powers, sums and norms use only stored rows. ``dense - lr * x`` is dense.
+    ``dense.add_(x, alpha=-lr)`` changes only the stored rows. Other operations raise, because their result is dense.
+
+    ``torch.optim.SGD``, ``Adagrad``, ``SparseAdam`` and ``torch.amp.GradScaler`` read it as a sparse gradient.
 
     Args:
-        rows: Which rows are kept, ``[R]``, int64, ascending and without duplicates. Of a stack of tables,
-            ``shape`` ``[tables, V, ...]``, row ``v`` of table ``t`` is row ``t * V + v``.
-        values: Their values, ``[R, D...]``, in the dtype and on the device of the tensor.
-        shape: The shape of the whole, ``[V, D...]``, or ``[tables, V, D...]`` of a stack.
+        rows: Numbers of the stored rows, ``[R]``, int64, ascending, without duplicates. Row ``v`` of table ``t`` in a
+            stack of tables ``[tables, V, ...]`` has the number ``t * V + v``.
+        values: Values of the rows, ``[R, D...]``.
+        shape: Shape of the tensor, ``[V, D...]``, or ``[tables, V, D...]`` for a stack.
 
     Raises:
-        ValueError: Shapes do not fit each other, or rows are out of range, unsorted or duplicated.
-        TypeError: ``rows`` is not int64; later, when an operation is not one that keeps to rows.
+        ValueError: Shapes do not match, or rows are out of range, unsorted or duplicated.
+        TypeError: ``rows`` is not int64. Later, an operation is not supported.
 
     Note:
-        Inside a ``torch.func`` transform the gradient is hidden in torch's own wrapper: ``rows`` and ``values``
-        cannot be reached, and derivatives of functions of it are torch's own formulas. They are right or raise,
-        but the derivative of a product with a dense tensor is dense there.
+        Inside a ``torch.func`` transform the gradient is hidden in a wrapper of torch, without ``rows`` and
+        ``values``. torch differentiates functions of it with its own formulas. They are correct or raise, but the
+        derivative of a product with a dense tensor is dense.
 
     Example:
         >>> from metagrad.sparse.tables.row_sparse import RowSparse
@@ -80,29 +80,29 @@ class RowSparse(TensorSubclass):
         optimization with composable differentiable procedures", Harvard, 2016, chapter 4.
     """
 
-    kept: Kept  # below the tape
+    kept: RowStorage  # without an autograd graph
     if not TYPE_CHECKING:
         is_sparse = True  # for torch.optim
 
     @property
     def rows(self) -> Tensor:
-        """The kept rows, ``[R]``, ascending."""
+        """Numbers of the stored rows, ``[R]``, int64, ascending."""
         return self.kept.rows
 
     @property
     def values(self) -> Tensor:
-        """The values of the kept rows, ``[R, D...]``, on the tape of this tensor; not to be written into."""
+        """Values of the stored rows, ``[R, D...]``, differentiable. Do not write into them."""
         if _torch.has_torch_function(self):
             return handle_torch_function(_VALUES, (self,), self)
         return gather_rows(self, self.rows, self.row_ndim, unique=True)
 
     @property
     def row_ndim(self) -> int:
-        """How many of the first dimensions count rows: 1, and more of a stack of tables."""
+        """Number of leading dimensions that count rows: 1, or more for a stack of tables."""
         return self.ndim - self.kept.values.ndim + 1
 
-    # A TypeError inside one of torch's operators becomes NotImplemented, for which Python raises a message of its
-    # own, or returns False for ==. Functions raise ours.
+    # torch's operators turn a TypeError into NotImplemented. Python then raises another message, or returns False for
+    # ==. torch's functions raise our error.
     __add__: ClassVar[Operation] = _operator(torch.add)
     __radd__: ClassVar[Operation] = _operator(torch.add)
     __sub__: ClassVar[Operation] = _operator(torch.sub)
@@ -125,15 +125,15 @@ class RowSparse(TensorSubclass):
 
     @staticmethod
     def from_rows(rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:
-        """Make a :class:`RowSparse` of rows in any order, adding up duplicates; differentiable in ``values``.
+        """Return the :class:`RowSparse` of rows in any order. Duplicates are added, differentiably.
 
         Args:
             rows: ``[N]``, int64.
             values: ``[N, D...]``.
-            shape: The shape of the whole, ``[V, D...]``.
+            shape: Shape of the result, ``[V, D...]``.
 
         Raises:
-            ValueError: Shapes do not fit each other, or rows are out of range.
+            ValueError: Shapes do not match, or rows are out of range.
             TypeError: ``rows`` is not int64.
 
         Example:
@@ -146,13 +146,13 @@ class RowSparse(TensorSubclass):
         return scatter_rows(values, rows, shape)
 
     def to_dense(self) -> Tensor:
-        """Return the whole as a strided tensor, differentiably; this is the only way to it."""
+        """Return the dense tensor, differentiably."""
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         count_densified(dense.nbytes)
         return dense + self
 
     def to_coo(self) -> Tensor:
-        """Return a hybrid COO tensor, for optimizers of ``torch.optim``; *detached*, as torch would cut it."""
+        """Return a hybrid COO tensor for optimizers of ``torch.optim``. It is *detached*."""
         with _torch.without_torch_function_of_subclasses():
             indices = torch.stack(torch.unravel_index(self.rows, self.shape[: self.row_ndim]))
             return _torch.sparse_coo_tensor(
@@ -204,8 +204,8 @@ class RowSparse(TensorSubclass):
 _VALUES: Callable[[RowSparse], Tensor] = vars(RowSparse)["values"].fget
 
 
-class Kept:
-    """Rows and values, shared by a tensor and its detached aliases, so that all see a write in place."""
+class RowStorage:
+    """Rows and values. A tensor and its detached aliases share them, so that all see writes in place."""
 
     def __init__(self, rows: Tensor, values: Tensor, *, writable: bool = True) -> None:
         self.rows = rows
@@ -213,8 +213,8 @@ class Kept:
         self.writable = writable
 
 
-def wrap(kept: Kept, shape: Sequence[int]) -> RowSparse:
-    """Make a tensor of rows and values that are known to be right, outside of any graph."""
+def wrap(kept: RowStorage, shape: Sequence[int]) -> RowSparse:
+    """Return a tensor of rows and values, without checks and without an autograd graph."""
     result: RowSparse = _torch.make_wrapper_subclass(
         RowSparse, tuple(shape), dtype=kept.values.dtype, device=kept.values.device
     )
@@ -223,7 +223,7 @@ def wrap(kept: Kept, shape: Sequence[int]) -> RowSparse:
 
 
 def unknown(call: str, reason: str) -> TypeError:
-    """Make the error of an operation that would be dense."""
+    """Return the error of an operation that is not supported."""
     return TypeError(
         f"{call}: not an operation on RowSparse: {reason}. Work on its .values (those of the kept rows), or make "
         "it dense by .to_dense(), or a COO tensor by .to_coo(). As a gradient it goes into mg.optim.SparseAdam, "
@@ -237,8 +237,8 @@ def _refuse_out(name: str, kwargs: Mapping[str, Any] | None) -> None:
 
 
 def check_range(name: str, ids: Tensor, row_shape: Sequence[int], holes: bool = False) -> None:
-    """Raise if an id is out of range, where that can be seen without waiting."""
-    # On an accelerator a look at the values would stall it; its kernels assert the range themselves.
+    """Raise ``ValueError`` if an id is out of range, on a CPU."""
+    # Reading values would stall an accelerator. Its kernels check the range.
     if ids.device.type != "cpu":
         return
     num_rows = math.prod(row_shape)
@@ -254,7 +254,7 @@ def check_range(name: str, ids: Tensor, row_shape: Sequence[int], holes: bool = 
 
 
 def check_ascending(call: str, rows: Tensor, remedy: str = "") -> None:
-    """Refuse rows that are unsorted or duplicated."""
+    """Raise ``ValueError`` unless rows are sorted and without duplicates."""
     if bool((rows[1:] <= rows[:-1]).any()):
         raise ValueError(f"{call}: rows must ascend without duplicates.{remedy}")
 
@@ -288,14 +288,14 @@ def _check_parts(call: str, rows: Tensor, values: Tensor, shape: Sequence[int]) 
 def gather_rows(
     table: Tensor, ids: Tensor, row_ndim: int = 1, *, unique: bool = False, holes: bool = False
 ) -> Tensor:
-    r"""Gather rows, :math:`y_i = T_{\mathrm{ids}_i}`; the derivative is :func:`scatter_rows`, at every order.
+    r"""Gather rows, :math:`y_i = T_{\mathrm{ids}_i}`. The derivative is :func:`scatter_rows`.
 
     Args:
-        table: ``[V, D...]``, strided or :class:`RowSparse`.
-        ids: int64, of any shape; in a stack of tables, counted through all of them.
-        row_ndim: How many of the first dimensions of ``table`` count rows.
-        unique: ``ids`` is 1-d, ascending and without duplicates.
-        holes: ``ids`` may hold :data:`HOLE`.
+        table: ``[V, D...]``, dense or :class:`RowSparse`.
+        ids: Row numbers, int64, of any shape. In a stack of tables they count through all tables.
+        row_ndim: Number of leading dimensions of ``table`` that count rows.
+        unique: True if ``ids`` is 1-d, ascending and without duplicates.
+        holes: True if ``ids`` may contain :data:`HOLE`.
 
     Returns:
         ``[*ids.shape, D...]``.
@@ -306,38 +306,38 @@ def gather_rows(
 def scatter_rows(
     source: Tensor, ids: Tensor, shape: Sequence[int], *, unique: bool = False, holes: bool = False
 ) -> RowSparse:
-    r"""Add rows up, :math:`X_r = \sum_{i:\, \mathrm{ids}_i = r} s_i`; the derivative is :func:`gather_rows`.
+    r"""Sum rows, :math:`X_r = \sum_{i:\, \mathrm{ids}_i = r} s_i`. The derivative is :func:`gather_rows`.
 
     Args:
         source: ``[*ids.shape, D...]``.
-        ids: int64, of any shape.
-        shape: The shape of the result, ``[V, D...]``.
-        unique: ``ids`` is 1-d, ascending and without duplicates.
-        holes: ``ids`` may hold :data:`HOLE`.
+        ids: Row numbers, int64, of any shape.
+        shape: Shape of the result, ``[V, D...]``.
+        unique: True if ``ids`` is 1-d, ascending and without duplicates.
+        holes: True if ``ids`` may contain :data:`HOLE`.
     """
     return _ScatterRows.apply(source, ids, Places(), tuple(shape), unique, holes)
 
 
 class Places:
-    """Where the ids of a lookup are among its rows: checked and found once, for derivatives of every order."""
+    """Positions of the ids of a lookup among its rows, which derivatives of every order share."""
 
     _is_checked = False
     _distinct: tuple[Tensor, Tensor] | None = None  # the rows, and the place of each id among them
 
     def check(self, ids: Tensor, row_shape: Sequence[int], holes: bool) -> None:
-        """Raise if an id is out of range."""
+        """Raise ``ValueError`` if an id is out of range."""
         if not self._is_checked:
             check_range("embedding(ids, table): ids", ids, row_shape, holes)
             self._is_checked = True
 
     def look_up(self, table: RowSparse, ids: Tensor) -> Tensor:
-        """Gather rows ``[N]``, kept or not, below the tape."""
+        """Gather rows ``[N]``, stored or not, without an autograd graph."""
         if self._distinct is not None and self._distinct[0] is table.kept.rows:
             return table.kept.values.index_select(0, self._distinct[1])
         return look_up(table, ids)
 
     def summed(self, ids: Tensor, source: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
-        """Return the rows there are, and the sum of the vectors of each, ``[R, D...]``."""
+        """Return the distinct rows and the sum of the vectors of each row, ``[R, D...]``."""
         rows, place = self._distinct = self._distinct or _torch.distinct_and_places(ids)
         values = index_sum(source, place, len(rows)).to(source.dtype)
         if holes and len(rows) and rows[0] == HOLE:
@@ -350,7 +350,7 @@ _Gradients: TypeAlias = tuple[Tensor | None, None, None, None, None, None]
 
 
 class _RowsContext(Context, Protocol):
-    """What the derivatives of a lookup, or of a sum into a table, have."""
+    """The saved arguments of a gather or a scatter."""
 
     places: Places
     shape: tuple[int, ...]  # of the table
@@ -419,7 +419,7 @@ class _ScatterRows(Kernel):
             width = source.shape[ids.ndim :]
             values = written_out(source.detach()).reshape(ids.numel(), *width)
             rows, values = (ids, values) if unique else places.summed(ids.reshape(-1), values, holes)
-            return wrap(Kept(rows, values), shape)
+            return wrap(RowStorage(rows, values), shape)
 
     @staticmethod
     def setup_context(ctx: _RowsContext, inputs: _Inputs, output: RowSparse) -> None:
@@ -464,7 +464,7 @@ class _ScatterRows(Kernel):
 def _counted_through(
     ids: Tensor, batch_dim: int | None, size: int, row_shape: Sequence[int], holes: bool
 ) -> Tensor:
-    """Count the rows of a batch of tables through all of them."""
+    """Return row numbers that count through all tables of a batch."""
     num_rows = math.prod(row_shape)
     ids = _batched(ids, batch_dim, size)
     first = torch.arange(size, device=ids.device).mul_(num_rows).view(-1, *[1] * (ids.ndim - 1))
@@ -478,7 +478,7 @@ def _batched(tensor: Tensor, batch_dim: int | None, size: int) -> Tensor:
 
 
 def take(table: Tensor, ids: Tensor, row_ndim: int, holes: bool) -> Tensor:
-    """Gather rows ``[N]`` from a strided table, below the tape."""
+    """Gather rows ``[N]`` from a dense table, without an autograd graph."""
     row_shape = table.shape[:row_ndim]
     absent = ids == HOLE if holes else None
     if absent is not None:
@@ -490,7 +490,7 @@ def take(table: Tensor, ids: Tensor, row_ndim: int, holes: bool) -> Tensor:
 
 
 def look_up(table: RowSparse, ids: Tensor) -> Tensor:
-    """Gather rows ``[N]``, kept or not, below the tape."""
+    """Gather rows ``[N]``, stored or not, without an autograd graph."""
     rows, values = table.kept.rows, table.kept.values
     found = values.new_zeros(len(ids), *values.shape[1:])
     if not len(rows):
@@ -501,7 +501,7 @@ def look_up(table: RowSparse, ids: Tensor) -> Tensor:
 
 
 def written_out(tensor: Tensor) -> Tensor:
-    """Materialise the zero tensors that torch's derivative formulas return, which operations below the tape read."""
+    """Return a tensor. The zero tensors of torch's derivative formulas are materialized."""
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor

@@ -1,4 +1,4 @@
-"""A proxy for an embedding table, which supports lookups and nothing else."""
+"""A proxy for an embedding table that supports only lookups."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Lookup = Callable[[Tensor], Tensor]
 
 
 class TableProxy(Tensor):
-    """Has the shape, dtype and device of a table, and no memory; lookups are sent elsewhere, all else raises.
+    """A tensor with the shape, dtype and device of a table, and without memory.
 
-    Lookups are ``F.embedding``, ``F.embedding_bag`` and what is made of them. Any other use would need the rows
-    that are not there; it reaches the dispatcher, from wherever it comes, and is refused by the table's name.
+    Lookups are ``F.embedding`` and ``F.embedding_bag``. The function ``lookup`` computes them. Any other use needs
+    rows that do not exist. It reaches the dispatcher and raises ``ValueError`` with the name of the table.
 
     Args:
         name: How errors name the table.
-        shape: The shape of the table, ``[V, D]``.
-        like: Gives dtype and device.
-        lookup: What a lookup computes.
+        shape: Shape of the table, ``[V, D]``.
+        like: Tensor with the dtype and device of the table.
+        lookup: Computes a lookup.
     """
 
     _name: str
@@ -72,9 +72,9 @@ class LocalRows:
 
     Attributes:
         name: How errors name the table.
-        shape: The shape of the table, ``[V, D]``.
-        rows: Which rows, ``[R]``, ascending; a last row may be repeated, and the first of equals counts.
-        values: What they hold, ``[R, D]``.
+        shape: Shape of the table, ``[V, D]``.
+        rows: Numbers of the rows, ``[R]``, ascending. The last row may be repeated, and its first value counts.
+        values: Values of the rows, ``[R, D]``.
     """
 
     name: str
@@ -83,7 +83,7 @@ class LocalRows:
     values: Tensor
 
     def proxy(self) -> Tensor:
-        """Return what takes the table's place."""
+        """Return the proxy that replaces the table."""
         return _proxy_of_rows(self.rows, self.values, self.name, self.shape)
 
 
@@ -96,7 +96,7 @@ pytree.register_pytree_node(
 
 @dataclass(frozen=True, eq=False)
 class SharedTable:
-    """A whole table, which is looked up alone, so that its gradient is rows.
+    """A whole table that supports only lookups, so that its gradient is row-sparse.
 
     Attributes:
         name: How errors name the table.
@@ -107,11 +107,11 @@ class SharedTable:
     table: Tensor
 
     def proxy(self) -> Tensor:
-        """Return what takes the table's place."""
+        """Return the proxy that replaces the table."""
         return _proxy_of_table(self.table, self.name)
 
 
-# Nothing of it is mapped over.
+# vmap maps over no part of it.
 pytree.register_pytree_node(SharedTable, lambda shared: ([], shared), lambda _, shared: shared)
 
 
@@ -123,7 +123,7 @@ def _proxy_of_table(table: Tensor, name: str) -> Tensor:
 
 
 def _proxy_of_rows(rows: Tensor, values: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    # What records a function must see that it reads rows and values here, and makes a new proxy in each call.
+    # A tracer of the function must see that each call reads rows and values, and makes a new proxy.
     if has_torch_function((rows, values)):
         return handle_torch_function(_proxy_of_rows, (rows, values), rows, values, name, shape)
 
@@ -135,12 +135,12 @@ def _proxy_of_rows(rows: Tensor, values: Tensor, name: str, shape: tuple[int, ..
 
 
 def positions(rows: Tensor, ids: Tensor, name: str) -> Tensor:
-    """Find the place of each id among rows, ``[*batch, R]`` and ``[*batch, n]``; every id must be among them."""
+    """Return the position of each id ``[*batch, n]`` in rows ``[*batch, R]``. Each id must be one of the rows."""
     return _Positions.apply(rows, ids.long(), name)
 
 
 class _Positions(Function):
-    """A search that can look at its data under vmap."""
+    """A search that can read its data under vmap."""
 
     @staticmethod
     def forward(rows, ids, name):

@@ -1,4 +1,4 @@
-"""Which rows of its tables a model looks up: found by a forward pass without side effects."""
+"""Find the rows of embedding tables that a model indexes, by a forward pass without side effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from metagrad.sparse.tables.table_proxy import TableProxy
 
 
 def find_tables(call: str, model: nn.Module, sparse: Sequence[str]) -> dict[str, Tensor]:
-    """Find tables by name."""
+    """Return embedding tables by name. Raise an error unless each name is a parameter [V, D]."""
     if isinstance(sparse, str):
         raise TypeError(
             f"{call}: expected a list of parameter names, got the string {sparse!r}; write [{sparse!r}]."
@@ -46,20 +46,20 @@ def touched_rows(
     stacked: bool = False,
     call: Callable[..., object] = lambda model, *args: model(*args),
 ) -> dict[str, Tensor]:
-    """Find the rows that some calls of a model look up.
+    """Return the rows that calls of a model index.
 
-    The model runs once for each call, without graph, with its parameters as they are. Its buffers and torch's
-    random generators, also those it draws from by name, are left as they were.
+    The model runs once for each call, without a graph, with its own parameters. Its buffers and all random generators
+    are restored.
 
     Args:
         model: The model.
         tables: Parameters of the model by name, ``[V, D]`` each.
-        calls: Positional arguments; if ``stacked``, with a leading task axis.
-        stacked: Whether to find the rows of each task, by ``torch.vmap``.
-        call: How to call the model with those arguments.
+        calls: Positional arguments of each call. If ``stacked``, they have a leading task axis.
+        stacked: True to find the rows of each task by ``torch.vmap``.
+        call: Function that calls the model with these arguments.
 
     Returns:
-        Ascending rows by name, ``[R]`` or ``[tasks, R]``; of a task with fewer rows the last is repeated.
+        Ascending rows by name, ``[R]`` or ``[tasks, R]``. Shorter tasks repeat their last row.
     """
     with _left_alone(model):
         found = [_found_ids(functools.partial(call, model), model, tables, args, stacked) for args in calls]
@@ -67,9 +67,9 @@ def touched_rows(
 
 
 def unique_rows(ids: Tensor) -> Tensor:
-    """Sort ids ``[..., n]`` and drop duplicates, ``[..., R]``; R is that of the longest, and 1 or more.
+    """Return sorted ids without duplicates, ``[..., n]`` to ``[..., R]`` with R of 1 or more.
 
-    Shorter ones are padded with their last row, empty ones with row 0.
+    Shorter lists repeat their last row. Empty lists contain row 0.
     """
     if ids.shape[-1] == 0:
         return ids.new_zeros(*ids.shape[:-1], 1)
@@ -91,7 +91,7 @@ def _found_ids(
     def ids_of(*args: Tree) -> dict[str, Tensor]:
         found = {name: [torch.zeros(0, dtype=torch.long, device=p.device)] for name, p in tables.items()}
         proxies = {id(table): _noting(table, name, found[name].append) for name, table in tables.items()}
-        with replaced(model, proxies), _Watch(tables):
+        with replaced(model, proxies), _ForwardGuard(tables):
             called(*args)
         return {name: torch.cat(ids) for name, ids in found.items()}
 
@@ -101,7 +101,7 @@ def _found_ids(
 
 def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:
     """Return a proxy that looks up the table itself and notes the ids."""
-    # What records the function around must see that each call makes a new proxy.
+    # A tracer of the outer function must see that each call makes a new proxy.
     if has_torch_function((table,)):
         return handle_torch_function(_noting, (table,), table, name, note)
     source = table.detach()
@@ -114,10 +114,10 @@ def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:
     return TableProxy(name, source.shape, source, lookup)
 
 
-class _Watch(Dispatch):
-    """Put generators back that are handed to functions, and raise ``ValueError`` for tables that are hidden.
+class _ForwardGuard(Dispatch):
+    """Restore generators that are arguments of functions, and raise ``ValueError`` for hidden tables.
 
-    A table is hidden where the model holds it outside of a module's parameters, so that it cannot be replaced.
+    A table is hidden if the model stores it outside of the parameters of a module. Then it cannot be replaced.
     """
 
     def __init__(self, tables: Mapping[str, Tensor]) -> None:
