@@ -94,13 +94,6 @@ def test_rows_may_have_matrices_of_their_own():
         torch.testing.assert_close(slope, expected, rtol=1e-7, atol=1e-8)
 
 
-def test_a_series_finds_one_scale_for_all_matrices():
-    matrices = torch.stack([torch.eye(4).double(), 9 * torch.eye(4).double()])
-    b = random(2, 4)
-    found = solve(Stack(matrices), b, method="neumann", max_steps=2000, generator=generator())
-    torch.testing.assert_close(found.value, b / torch.tensor([[1.0], [9.0]]).double(), rtol=1e-5, atol=0)
-
-
 def test_each_matrix_has_one_row():
     with pytest.raises(
         ValueError, match=r"operator has 2 matrices, so b must be rows \[2, 4\], got \[3, 4\]"

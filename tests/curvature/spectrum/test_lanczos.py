@@ -59,15 +59,6 @@ def test_a_process_ends_in_an_invariant_space_and_the_others_go_on():
     assert not state.projected[0, 1:].any()
 
 
-def test_scaled_identity_takes_one_step():
-    for value in [0.0, 3.0, -2.0]:
-        state = lanczos(MatrixMap(value * torch.eye(20)), starts(2, 20, torch.float32), steps=5)
-        assert state.sizes == [1, 1]
-        torch.testing.assert_close(
-            state.projected[:, 0, 0], torch.full((2,), value).double(), rtol=1e-6, atol=0
-        )
-
-
 def test_tiny_operators_and_more_steps_than_rows():
     for n in [1, 2]:
         dense = torch.tensor([[2.0, 1.0], [1.0, -1.0]], dtype=torch.float64)[:n, :n]
