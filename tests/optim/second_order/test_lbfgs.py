@@ -139,24 +139,6 @@ def test_directions_of_a_window_that_slides_over_its_buffers():
     assert all(torch.equal(*pair) for pair in given)
 
 
-def test_gradients_that_a_closure_changes_are_changed_at_every_call():
-    results = []
-    for make in (LBFGS, torch.optim.LBFGS):
-        params, loss_of = of_one(lambda w: w.square().sum() + w.pow(4).sum(), 3.0, 1.0)
-        opt = make(params, max_iter=3, max_eval=9, line_search_fn=None, lr=0.1)
-
-        def closure(opt=opt, params=params, loss_of=loss_of):
-            opt.zero_grad()
-            loss = loss_of()
-            loss.backward()
-            params[0].grad.mul_(0.5)
-            return loss
-
-        opt.step(closure)
-        results.append(params[0].detach())
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
 def test_a_closure_may_write_gradients_by_itself(line_search_fn):
     results = []
@@ -190,16 +172,6 @@ def test_a_closure_that_returns_no_loss_is_refused():
     with pytest.raises(RuntimeError, match=r"LBFGS.step\(closure\): the closure must return its loss.*got"):
         opt.step(lambda: loss_of().backward())
     assert w.tolist() == [-1.2, 1.0]
-
-
-def test_memory_for_pairs_is_taken_as_they_come():
-    w = torch.zeros(1000, dtype=F64, requires_grad=True)
-    opt = LBFGS([w], max_iter=2)
-    run(opt, lambda: (w - 1).pow(4).sum(), 1)
-    kept = opt.state[w]
-    for pairs in (kept["moves"], kept["changes"]):
-        assert pairs.shape == (1, 1000)
-        assert pairs.untyped_storage().nbytes() <= 10 * w.nbytes
 
 
 def test_a_loss_that_is_not_finite_bounds_the_line_search():

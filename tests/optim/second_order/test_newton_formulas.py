@@ -246,24 +246,6 @@ def test_conjugate_gradients_solve():
     torch.testing.assert_close(worse.x, conjugate_gradients(lambda v: M @ v, b, max_steps=1).x)
 
 
-def test_a_preconditioner_takes_the_steps_of_the_scaled_system():
-    M, b = matrix_of(), right()
-    metric = torch.rand(8, generator=torch.Generator().manual_seed(2), dtype=F64) + 0.5
-    root = metric.sqrt()
-    scaled = M / root[:, None] / root
-    for steps in (1, 3):
-        found = conjugate_gradients(lambda v: M @ v, b, metric=metric, max_steps=steps)
-        plain = conjugate_gradients(lambda v: scaled @ v, b / root, max_steps=steps)
-        torch.testing.assert_close(found.x, plain.x / root, rtol=1e-9, atol=1e-12)
-
-
-def test_martens_rule_stops_a_slow_solve():
-    values, b = torch.logspace(-4, 0, 200, dtype=F64), torch.ones(200, dtype=F64)
-    found = conjugate_gradients(lambda v: v * values, b, progress=5e-3)
-    assert found.result is Result.PROGRESS
-    assert found.steps < conjugate_gradients(lambda v: v * values, b, max_steps=1000).steps / 2
-
-
 @pytest.mark.parametrize("metric", [None, torch.tensor([1.0, 4.0], dtype=F64)])
 def test_flat_and_negative_directions_descend(metric):
     values = torch.tensor([-2.0, -8.0], dtype=F64)

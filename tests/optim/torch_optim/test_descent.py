@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from tests.optim.torch_optim.cases import (
     classification,
     every_one,
@@ -16,16 +14,6 @@ from tests.optim.torch_optim.cases import (
     run,
     steps_of,
 )
-
-
-@pytest.mark.slow
-@every_one
-def test_on_rosenbrock(case):
-    model = layer(-1.2, 1.0)
-    losses = run(
-        case.of(model, **case.options, **case.rosenbrock), lambda: rosenbrock(model), steps_of(case, 600)
-    )
-    assert losses[-1] < 0.1 * losses[0]
 
 
 @every_one
