@@ -24,8 +24,8 @@ from metagrad.core.tree import LossFn, Params
 from metagrad.meta.algorithm import AdaptedModel, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite
-from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.execution.tables import AdaptedTables, check_tables
+from metagrad.meta.execution.vectorization import Vectorization
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.objective.norms import OF_STEPS, Norm, NormPass, Norms, PerStepNorms, check_norm
 from metagrad.meta.objective.task_loss import TaskLoss, label_bounds
@@ -162,7 +162,7 @@ class MAML(nn.Module):
 
     def _forget(self) -> None:
         """Drop the decisions and compiled functions for the previous model and loss."""
-        self._stacking = Stacking(self.task_chunk, type(self).__name__)
+        self._vectorization = Vectorization(self.task_chunk, type(self).__name__)
         self._compiler = None if self._compile is None else Compiler("MAML(..., compile)", self._compile)
 
     @property
@@ -197,7 +197,7 @@ class MAML(nn.Module):
         # An adapted module is already registered as a part of the model.
         kept: Any = (value,) if name == "adapted" and isinstance(value, nn.Module) else value
         super().__setattr__(name, kept)
-        if name in ("model", "loss_fn", "task_chunk") and "_stacking" in self.__dict__:
+        if name in ("model", "loss_fn", "task_chunk") and "_vectorization" in self.__dict__:
             self._forget()
 
     def forward(self, batch: BatchLike, *, steps: int | None = None) -> MetaOutput:
@@ -298,7 +298,7 @@ class MAML(nn.Module):
             self.__dict__["sparse"] = check_tables(self.model, self.sparse, self.inner, params)
         inner = self._inner_loop(count, tasks)
         adapted = tuple(name for name in self.sparse if name in params)
-        return TaskExecutor(inner, params, adapted, self.nonfinite, self._stacking, type(self).__name__)
+        return TaskExecutor(inner, params, adapted, self.nonfinite, self._vectorization, type(self).__name__)
 
     def _inner_loop(self, steps: int, tasks: Tasks) -> InnerLoop:
         weights = self._step_weights(steps)

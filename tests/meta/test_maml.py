@@ -233,16 +233,6 @@ def test_a_parameter_the_loss_does_not_use_stays_as_it_is(regression):
     assert torch.equal(fast.params["unused"].detach(), torch.ones(4, 2, dtype=torch.float64))
 
 
-def test_learned_hyperparameters_are_parameters_of_the_module(regression):
-    model = mlp()
-    rates = {k: nn.Parameter(torch.full_like(p, 0.1)) for k, p in model.named_parameters()}
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=rates, momentum=nn.Parameter(torch.tensor(0.5))), steps=3)
-    names = {k for k, _ in maml.named_parameters()}
-    assert {"inner_lr_0_weight", "inner_momentum", "model.0.weight"} <= names
-    maml(regression).loss.backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in maml.parameters())
-
-
 def test_dropout_masks_differ_from_task_to_task_and_repeat_with_the_seed():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 2)).double()
     ones = torch.ones(3, 4, 6, dtype=torch.float64)

@@ -18,7 +18,7 @@ from metagrad.core.tree import LossFn, Params, widened
 from metagrad.meta.algorithm import AdaptedModel, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite
-from metagrad.meta.execution.stacking import Stacking
+from metagrad.meta.execution.vectorization import Vectorization
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, phase
 from metagrad.meta.maml import check_arguments
 from metagrad.meta.objective.norms import Norm, NormPass, Norms, check_norm
@@ -157,16 +157,16 @@ class HeadAlgorithm(nn.Module):
             self.model, self.loss_fn, classes.labels, name=self._name, norms=norms, head=self
         )
         loop = _HeadLoop(objective, _NO_STEPS, steps=0, order=2, memory="full", classes=classes)
-        return _HeadExecutor(loop, {}, (), self.nonfinite, self._stacking, self._name)
+        return _HeadExecutor(loop, {}, (), self.nonfinite, self._vectorization, self._name)
 
     def _check(self) -> None:
         """Raise for attributes that are out of range or have another type."""
         check_arguments(self.model, 0, 2, self.task_chunk, self._name)
         check_choice(f"{self._name}(..., nonfinite)", self.nonfinite, Nonfinite)
         check_norm(self.model, self.norm, 0, name=self._name)
-        stacking = self.__dict__.get("_stacking")
-        if stacking is None or stacking.task_chunk != self.task_chunk:
-            self._stacking = Stacking(self.task_chunk, self._name)
+        vectorization = self.__dict__.get("_vectorization")
+        if vectorization is None or vectorization.task_chunk != self.task_chunk:
+            self._vectorization = Vectorization(self.task_chunk, self._name)
 
 
 @dataclass(frozen=True)

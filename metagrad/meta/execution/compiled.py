@@ -12,7 +12,7 @@ from metagrad import memory as memory_tracking
 from metagrad.autograd.unrolling.compiled import SEVERAL, SMALL, Compiler
 from metagrad.core._torch import Function, named_modules
 from metagrad.core.tree import Params, Structure, dissect, fresh_leaf, tensors_in
-from metagrad.meta.execution.stacking import has_running_statistics
+from metagrad.meta.execution.vectorization import has_running_statistics
 from metagrad.meta.inner.loop import Evaluation, InnerLoop, refuse_structured, with_tensors
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import is_plain, vmapped

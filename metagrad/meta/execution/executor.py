@@ -24,15 +24,15 @@ from metagrad.core.substitution import ParameterReads
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Params
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
-from metagrad.meta.execution.nonfinite import GradientCheck, Learned, Nonfinite, finite_tasks, merged
-from metagrad.meta.execution.stacking import (
-    Stacking,
+from metagrad.meta.execution.nonfinite import GradientCheck, LearnedTensors, Nonfinite, finite_tasks, merged
+from metagrad.meta.execution.tables import find_rows
+from metagrad.meta.execution.vectorization import (
+    Vectorization,
     loop_reason,
     may_be_of_vmap,
     prefers_loop,
     structure_of,
 )
-from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase
 from metagrad.meta.objective.tasks import Tasks, concatenated
 from metagrad.meta.objective.vmap import is_plain
@@ -69,7 +69,7 @@ class TaskExecutor:
         params: The initial parameters of all tasks.
         sparse: Names of embedding tables. Each task adapts only the rows that it uses.
         nonfinite: The treatment of losses and meta-gradients that are NaN or Inf.
-        stacking: Decides how many tasks run in one vectorized pass.
+        vectorization: Decides how many tasks run in one vectorized pass.
         name: Name of the algorithm in errors.
     """
 
@@ -77,7 +77,7 @@ class TaskExecutor:
     params: Params
     sparse: tuple[str, ...]
     nonfinite: Nonfinite
-    stacking: Stacking
+    vectorization: Vectorization
     name: str = "MAML"
 
     def run(self, tasks: Tasks, numbers: Tensor | None = None, skipped: Tensor | None = None) -> Outcome:
@@ -103,11 +103,13 @@ class TaskExecutor:
         before = None if marks is None else ModuleSnapshot(model.modules(), {}, math.inf)
         with outer_phase(), self._attention():
             self._inspect(tasks, structure)
-            chunk = self.stacking.chunk_size(tasks.count, structure, functools.partial(self._examined, tasks))
+            chunk = self.vectorization.chunk_size(
+                tasks.count, structure, functools.partial(self._examined, tasks)
+            )
             if chunk > 1 and (whole := self._one_graph(tasks, chunk)) is not None:
                 return Outcome(whole, skipped, chunk)
             check = GradientCheck(self._learned(), tasks, numbers, marks, self._again, self.name)
-            random = None if chunk == 1 or structure in self.stacking.ran else RandomState()
+            random = None if chunk == 1 or structure in self.vectorization.ran else RandomState()
             versions = buffer_versions(model)
             with check.inputs() as (params, rule):
                 self._begin()
@@ -120,9 +122,9 @@ class TaskExecutor:
                         random.restore()
                     self._begin()
                     results, chunk = self.compute(params, rule, tasks, 1), 1
-                    self.stacking.give_up(structure, error)
+                    self.vectorization.give_up(structure, error)
             if chunk != 1:
-                self.stacking.ran.add(structure)
+                self.vectorization.ran.add(structure)
                 self._refuse_written(versions)
             results = check.outputs(results)
             finite = finite_tasks(results, self.nonfinite, self.name)
@@ -206,10 +208,12 @@ class TaskExecutor:
     def _examined(self, tasks: Tasks) -> str | None:
         """Return why tasks cannot be vectorized, None if they can, and "" if a loop is faster."""
         objective = self.inner.objective
-        if self.stacking.task_chunk is None and prefers_loop(objective.model, tasks.device.type, self.params):
+        if self.vectorization.task_chunk is None and prefers_loop(
+            objective.model, tasks.device.type, self.params
+        ):
             return ""
         if objective.by_copy:
-            return f"{self.stacking.rerun_module(self._structure())} runs again in the backward pass"
+            return f"{self.vectorization.rerun_module(self._structure())} runs again in the backward pass"
         reason = loop_reason(objective.model, objective.norms is not None)
         return self._changes(tasks) if reason is None and not _torch.functorch_is_active() else reason
 
@@ -260,7 +264,7 @@ class TaskExecutor:
         if _torch.functorch_is_active() or torch.is_inference_mode_enabled():
             return False
         try:
-            return self.stacking.rerun_module(structure, lambda: self._rerun_module(tasks)) is not None
+            return self.vectorization.rerun_module(structure, lambda: self._rerun_module(tasks)) is not None
         except _ProbeError:
             return False  # the tasks raise it again
 
@@ -316,7 +320,7 @@ class TaskExecutor:
 
     def query_loop(self, tasks: Tasks) -> InnerLoop:
         """Return the inner loop for query examples."""
-        is_known = self.stacking.rerun_module(self._structure()) is not None
+        is_known = self.vectorization.rerun_module(self._structure()) is not None
         return (self._by_copy() if is_known else self).inner.to_query(tasks)
 
     def _inspect(self, tasks: Tasks, structure: Hashable) -> None:
@@ -325,7 +329,7 @@ class TaskExecutor:
         Raises:
             ValueError: If the loss reads parameters of the model instead of their adapted values.
         """
-        functions = self.stacking.functions
+        functions = self.vectorization.functions
         is_off = _torch.functorch_is_active() or torch.is_inference_mode_enabled()
         if self.params and structure not in functions and not is_off:
             params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
@@ -350,7 +354,7 @@ class TaskExecutor:
         if self.inner.compiled is not None:
             self.inner.compiled.reason = f"{what}, whose derivatives torch.compile may compute incorrectly"
         if self.inner.differentiates_gradients:
-            self.stacking.warn_once(
+            self.vectorization.warn_once(
                 f"{self.name}: {what}, which is differentiated twice. torch does not check that this is correct. Run "
                 "metagrad.preflight, which compares it with finite differences."
             )
@@ -361,8 +365,8 @@ class TaskExecutor:
         objective = dataclasses.replace(self.inner.objective, rows=task.rows)
         return objective.single(start, task.support_x, task.support_y)[0]
 
-    def _learned(self) -> Learned:
-        return Learned(self.params, self.inner.rule, self._modules)
+    def _learned(self) -> LearnedTensors:
+        return LearnedTensors(self.params, self.inner.rule, self._modules)
 
     def _structure(self) -> Hashable:
         """Return a key that changes if the tasks must be inspected again."""

@@ -79,7 +79,7 @@ def _filled(every: object, some: object, kept: Tensor) -> object:
     return every.detach().index_copy(0, kept, some)
 
 
-class Learned:
+class LearnedTensors:
     """The tensors that a meta-batch is differentiated with respect to, and their places.
 
     Args:
@@ -126,7 +126,7 @@ class GradientCheck:
 
     def __init__(
         self,
-        learned: Learned,
+        learned: LearnedTensors,
         tasks: Tasks,
         numbers: Tensor | None,
         skipped: Tensor | None,

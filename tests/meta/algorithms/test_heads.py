@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import NamedTuple
 
 import pytest
@@ -181,17 +180,6 @@ class Adapting(nn.Module):
 
     def forward(self, support):
         return self.algorithm.adapt(support)
-
-
-@every
-def test_states_copies_and_files(case, batch):
-    algorithm, other = make(case), make(case)
-    expected = algorithm(batch).loss
-    other.load_state_dict(algorithm.state_dict())
-    for twin in (other, copy.deepcopy(algorithm)):
-        assert_close(twin(batch).loss, expected)
-    if "lambda" not in getattr(case.make, "__name__", ""):
-        assert_close(pickle.loads(pickle.dumps(algorithm))(batch).loss, expected)
 
 
 @every

@@ -27,7 +27,7 @@ _MOST_STRUCTURES = 64
 _RUNNING_STATISTICS = (_torch.BatchNorm, _torch.InstanceNorm)
 
 
-class Stacking:
+class Vectorization:
     """Decides how many tasks run in one vectorized pass, once for each structure of the model.
 
     Attributes:
