@@ -1,4 +1,4 @@
-"""What ``nn.EmbeddingBag`` computes, written out: torch's own bags have no second derivative."""
+"""An oracle for ``nn.EmbeddingBag``. torch's bags have no second derivative."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The operations on sparse matrices, each with what it is on dense ones: one table for all invariants.
+"""The table of operations on sparse matrices, each with its dense oracle.
 
-An operation added to ``CASES`` is tested at every order against the dense oracle and finite differences, in float32,
-under ``torch.func``, ``checkpoint`` and ``unroll``, and for what it allocates on a large matrix.
+Each operation in ``CASES`` is tested at every order against the dense oracle, in float32, under ``torch.func`` and
+``unroll``. On a large matrix no dense tensor may be allocated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Case:
     sparse: Callable[..., SparseTensor | Tensor]  # (a, *operands)
     dense: Callable[..., Tensor]  # (mask, a, *operands), all dense
     operands: tuple[str, ...] = ()  # see OPERANDS
-    positive: bool = False  # values above zero alone
+    positive: bool = False  # only positive values
     is_dense: bool = False  # an operand or the result is as large as the matrix
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Case:
 def arguments(
     case: Case, pattern: Pattern, *, seed: int = 0, dtype=torch.float64
 ) -> list[SparseTensor | Tensor]:
-    """Make a matrix on the pattern and the other operands; their tensors require grad."""
+    """Return a matrix on the pattern and the other operands. Their tensors require grad."""
     generator = torch.Generator().manual_seed(seed)
     values = _spread_out(pattern.nnz, case, generator)
     a = SparseTensor(pattern, values.to(dtype).requires_grad_())
@@ -50,7 +50,7 @@ def arguments(
 
 
 def _spread_out(size: int, case: Case, generator: torch.Generator) -> Tensor:
-    """Numbers of distinct magnitudes away from 0, 1/2 and 1, where functions have kinks."""
+    """Return distinct numbers away from 0, 1/2 and 1, where functions are not differentiable."""
     unit = (torch.randperm(size, generator=generator) + 1).double() / (size + 1)
     sign = 1 if case.positive else torch.randint(0, 2, (size,), generator=generator) * 2 - 1
     return sign * (0.15 + 0.7 * unit)

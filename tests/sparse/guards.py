@@ -1,4 +1,4 @@
-"""What a test puts around code that must not be dense."""
+"""A context manager for code that must not be dense."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class no_large_outputs(TorchDispatchMode):
-    """Raise where an operation allocates more than ``limit`` elements of one strided tensor."""
+    """Raise ``AssertionError`` if an operation allocates a dense tensor of more than ``limit`` elements."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class no_large_outputs(TorchDispatchMode):
             issubclass(t, torch.Tensor) and t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
             for t in types
         ):
-            return NotImplemented  # a wrapper: what it is made of is seen as it is computed
+            return NotImplemented  # a wrapper, whose parts are computed later
         out = func(*args, **kwargs or {})
         known = {storage(t) for t in tensors((args, kwargs))}
         for tensor in tensors(out):

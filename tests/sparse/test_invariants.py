@@ -1,4 +1,4 @@
-"""What holds for every operation: the table of ``cases.py`` against the dense oracle and finite differences."""
+"""Invariants of every operation in ``cases.py``, against the dense oracle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sparse.guards import no_large_outputs
 from tests.sparse.strategies import patterns, seeds
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-# Of each kind one, for what does not depend on the operation's derivative.
+# One case of each kind, for invariants that do not depend on the derivative.
 KINDS = {
     "a @ x",
     "x @ a",
@@ -51,13 +51,13 @@ def stored(x: SparseTensor | Tensor) -> Tensor:
 
 
 def contracted(x: Tensor) -> Tensor:
-    """A number of every element, whose third derivatives are not zero."""
+    """Return a scalar of all elements with nonzero third derivatives."""
     weights = torch.cos(torch.arange(x.numel(), dtype=torch.float64)).to(x.dtype).reshape(x.shape)
     return (weights * (x + x**2 / 2 + x**3 / 6)).sum()
 
 
 def derivatives(function, leaves, order: int):
-    """The gradients of a number, of the gradients' contraction, and so on, in all mixed orders."""
+    """Return gradients of a scalar, of the contraction of the gradients, and so on, in all mixed orders."""
     loss, found = contracted(function(leaves)), []
     for _ in range(order):
         grads = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
@@ -97,7 +97,7 @@ def test_func_transforms_agree_with_the_tape(case):
     tangents = tuple(torch.cos(torch.arange(x.numel(), dtype=x.dtype)).reshape(x.shape) for x in leaves)
     gradients = torch.autograd.grad(loss(leaves), leaves, create_graph=True)
     slope = sum((g * t).sum() for g, t in zip(gradients, tangents, strict=True))
-    slope = slope + 0 * leaves[0].sum()  # a step function's slope, 0, is not on the tape
+    slope = slope + 0 * leaves[0].sum()  # a step function has slope 0 and no graph
     product = torch.autograd.grad(slope, leaves, materialize_grads=True)
     constants = tuple(x.detach() for x in leaves)
     torch.testing.assert_close(grad(loss)(constants), gradients)

@@ -109,7 +109,7 @@ def test_bands_are_the_diagonals_between(below, above):
 
 @pytest.mark.parametrize("made_inside", [False, True])
 def test_what_inference_mode_has_computed_can_be_differentiated_later(made_inside):
-    """A graph saves the orders and places that a pattern keeps, and refuses tensors of inference mode."""
+    """A graph saves the cached tensors of a pattern. It cannot save tensors of inference mode."""
     with torch.inference_mode(made_inside):
         first, second = Pattern.banded(4, 1, 1), Pattern.banded(4, 0, 2)
     a = SparseTensor(first, torch.ones(first.nnz).clone()).requires_grad_()

@@ -22,7 +22,7 @@ def test_products_and_their_dense_equivalents():
     with stats() as s:
         (a @ x).square().sum().backward()
     nnz = len(a.values)
-    # The product [50, 3]; the gradients, [nnz] for a of [50, 40], and [40, 3].
+    # One product [50, 3], and the gradients [nnz] (dense: [50, 40]) and [40, 3].
     assert s.calls["product"] == 3
     assert s.nbytes == 4 * (50 * 3 + nnz + 40 * 3)
     assert s.dense_nbytes == 4 * (50 * 3 + 50 * 40 + 40 * 3)

@@ -22,7 +22,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def table() -> dict:
-    """Rows of 10 tasks of 4 to 13 rows; the first column names the row, the target is its square."""
+    """Return 10 tasks with 4 to 13 rows. The target is the square of the row number."""
     who = np.repeat(np.arange(10), np.arange(4, 14))
     return {
         "who": who,

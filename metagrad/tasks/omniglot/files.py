@@ -120,7 +120,7 @@ def _nothing_found(folders: tuple[Path, ...], split: Split) -> str:
     looked = [f"{folder / name}{end}" for name in lacking for end in (".zip", os.sep) for folder in folders]
     looked += [str(folder / BITS_NAME) for folder in folders]
     return (
-        f"Omniglot: this split needs {names}, which is missing. Looked for\n  "
+        f"Omniglot: this split needs {names}. None of these exists:\n  "
         + "\n  ".join(looked)
         + "\nPass download=True to fetch Omniglot from the dataset's own repository, or say where it is "
         + "by root= or METAGRAD_DATA."

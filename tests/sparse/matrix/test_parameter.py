@@ -73,9 +73,6 @@ def test_what_is_no_parameter(a, error, message):
         Parameter(a)
 
 
-# State
-
-
 def test_the_state_comes_back():
     layer, fresh = Linear(matrix()), Linear(matrix(values=(0.0, 0.0, 0.0)))
     buffer = io.BytesIO()
@@ -109,9 +106,6 @@ def test_moving_converting_and_copying():
     assert elsewhere.weight.pattern.device == elsewhere.weight.values.device == torch.device("meta")
     assert layer.weight.pattern.device == torch.device("cpu")
     assert torch.equal(layer.to("cpu")(X.mT.double()), twin(X.mT.double()))
-
-
-# Whoever trains parameters
 
 
 def test_functional_call():

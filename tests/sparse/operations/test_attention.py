@@ -116,12 +116,11 @@ def test_a_pattern_without_entries_gives_zeros():
     assert torch.equal(attention(q, k, v, pattern), torch.zeros(2, 3, 4, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32])
 @pytest.mark.parametrize("size", [1e3, -1e3])
-def test_large_scores_do_not_overflow(dtype, size):
+def test_large_scores_do_not_overflow(size):
     pattern = Pattern.banded(3, 1, 1)
-    q, k = torch.full((3, 1), size, dtype=dtype), torch.tensor([[1.0], [2.0], [4.0]], dtype=dtype)
-    v = torch.tensor([[1.0], [2.0], [3.0]], dtype=dtype)
+    q, k = torch.full((3, 1), size), torch.tensor([[1.0], [2.0], [4.0]])
+    v = torch.tensor([[1.0], [2.0], [3.0]])
     best = [[2.0], [3.0], [3.0]] if size > 0 else [[1.0], [1.0], [2.0]]
     assert attention(q, k, v, pattern).tolist() == best
     assert all(g.isfinite().all() for g in tower(sparse(pattern), [q, k, v], order=2))

@@ -31,8 +31,8 @@ def gradient(table, ids=(0, 3, 3, 5), lookup=embedding):
     return torch.autograd.grad(loss, table, create_graph=True)[0]
 
 
-# What may be done with a gradient g of a table, beside a dense tensor d: every one is compared with the dense
-# gradient of F.embedding, in value and in its derivatives with respect to the table and d, of three orders.
+# Uses of a gradient g of a table and a dense tensor d. Values and derivatives to order three with respect to the
+# table and d are compared with the dense gradient of F.embedding.
 USES = {
     "neg": lambda g, d: -g,
     "scalar": lambda g, d: 2 * g + g * 3 - g / 4 + 0,
@@ -79,7 +79,7 @@ def test_uses_of_a_gradient_equal_dense_ones_to_order_three(use):
 
 
 def test_non_linear_uses_of_the_gradient_are_right_to_order_four_in_closed_form():
-    """Of w**4 the gradient is 4 w**3, and so on: at w = 3, squared gradients of gradients stay exact."""
+    """Squared gradients of gradients of w**2 are exact at w = 3."""
     table = torch.full((3, 1), 3.0, dtype=torch.float64, requires_grad=True)
     level = (embedding(torch.tensor([1]), table) ** 2).sum()
     values = []
@@ -90,7 +90,7 @@ def test_non_linear_uses_of_the_gradient_are_right_to_order_four_in_closed_form(
         assert g.rows.tolist() == [1]
         values.append(g.values.item())
         level = (g**2).sum() * embedding(torch.tensor([1]), table).sum()
-    # w^2 -> 2w; 4w^3 -> 12w^2; 144w^5 -> 720w^4; 518400w^9 -> 4665600w^8
+    # Derivatives: 2w of w^2, 12w^2 of 4w^3, 720w^4 of 144w^5, 4665600w^8 of 518400w^9.
     assert values == pytest.approx([6.0, 12 * 9.0, 720 * 81.0, 4665600 * 3.0**8], rel=1e-13)
 
 
@@ -349,7 +349,7 @@ def test_nothing_is_ever_as_large_as_the_table():
 
 
 def test_memory_of_zeros_without_memory_is_never_read():
-    """The second derivative of abs is such a tensor; kept in a RowSparse it was read as if it had memory."""
+    """The second derivative of abs is such a tensor. A RowSparse once read it as if it had memory."""
     table = leaf(V, D)
     level = gradient(table).abs().sum()
     for _ in range(3):

@@ -175,7 +175,7 @@ def test_any_other_use_of_a_table_is_refused_by_name(use, stacked):
 
 
 class Squared(torch.autograd.Function):
-    """Of such a function no mode is told."""
+    """A custom Function, which function modes do not see."""
 
     generate_vmap_rule = True
 

@@ -48,7 +48,7 @@ def test_buffers_and_random_generators_are_left_as_they_were():
     assert all(value is buffers[name] for name, value in model.named_buffers())
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    assert model.seen == [pytest.approx((1.0, 2.0, 16.0), rel=1e-5)]  # the forward itself sees what it wrote
+    assert model.seen == [pytest.approx((1.0, 2.0, 16.0), rel=1e-5)]  # the forward reads its own writes
     assert all(p.grad is None for p in model.parameters())
 
 

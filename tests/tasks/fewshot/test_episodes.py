@@ -15,7 +15,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def of_sizes(*sizes: int) -> Groups:
-    """Classes of which item n belongs to the class that the sizes say, in order."""
+    """Return classes of consecutive items with these sizes."""
     codes = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     return Groups(codes, len(sizes), CPU)
 
@@ -54,7 +54,7 @@ def test_every_class_is_equally_likely_at_every_label():
     classes, _ = draw(20000, num_classes=5, class_size=2, ways=2, examples=2)
     for label in range(2):
         shares = torch.bincount(classes[:, label], minlength=5) / 20000
-        # Standard error sqrt(0.2 * 0.8 / 20000) = 0.0028; five of them.
+        # Standard error sqrt(0.2 * 0.8 / 20000) = 0.0028. The tolerance is five standard errors.
         torch.testing.assert_close(shares, torch.full((5,), 0.2), rtol=0, atol=0.015)
 
 
@@ -65,12 +65,12 @@ def test_members_of_unequal_classes_are_in_range_and_equally_likely():
     for k, size in enumerate((3, 7)):
         assert members[:, k].max() == size - 1
         shares = torch.bincount(members[:, k].flatten(), minlength=size) / 40000
-        # Standard error sqrt(p (1 - p) / 40000) is below 0.0024; five of them.
+        # Standard error sqrt(p (1 - p) / 40000) is below 0.0024. The tolerance is five standard errors.
         torch.testing.assert_close(shares, torch.full((size,), 1 / size), rtol=0, atol=0.012)
 
 
 def check_padding(part, num_tasks):
-    """Real examples come first, in the order of their labels; what follows is padding."""
+    """Check that examples come first, in the order of their labels, and padding after them."""
     is_real = part.labels != -100
     assert torch.equal(is_real, part.items >= 0)
     assert is_real.any(0).all(), "no task is as long as the batch"

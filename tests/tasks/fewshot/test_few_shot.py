@@ -24,7 +24,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Lazy(Dataset):
-    """The same items as a data set of pairs, which counts what is read."""
+    """A data set of the same items as pairs. It records the items that are read."""
 
     def __init__(self):
         self.x, self.targets = data()
@@ -183,9 +183,6 @@ class Relabelled(Dataset):
 
 
 @pytest.mark.parametrize(
-    "wrap", [list, lambda d: d, lambda d: Subset(d, range(1, 47))], ids=["list", "", "subset"]
-)
-@pytest.mark.parametrize(
     ("change", "classes"),
     [
         (lambda label, _: label, ["ant", "bee", "cat", "dog"]),
@@ -196,8 +193,13 @@ class Relabelled(Dataset):
     ],
     ids=["same", "coarse", "reversed", "shifted", "names"],
 )
-def test_labels_are_what_the_items_have(wrap, change, classes):
-    source = wrap(Relabelled(Lazy(), change))
+def test_labels_are_what_the_items_have(change, classes):
+    changed = Relabelled(Lazy(), change)
+    for source in (changed, list(changed), Subset(changed, range(1, 47))):
+        check_labels(source, change, classes)
+
+
+def check_labels(source, change, classes):
     tasks = FewShot(source, 2, 1, 2)
     assert tasks.classes == ([0, 1, 2, 3] if "ant" in classes and isinstance(source, list) else classes)
     query = tasks.sample(9, generator=seeded()).query

@@ -19,7 +19,7 @@ def write(path, level):
 
 
 def write_classes(folder, names=CLASSES, images=3, ending="png"):
-    """Write images whose gray level is 50 times the number of the class plus that of the image."""
+    """Write images with gray level 50 * class + image."""
     for name in names:
         for k in range(images):
             write(folder / name / f"{name}{k}.{ending}", 50 * CLASSES.index(name) + k)

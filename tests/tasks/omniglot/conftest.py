@@ -78,7 +78,7 @@ class TinyOmniglot:
 
 @pytest.fixture
 def tiny(monkeypatch) -> TinyOmniglot:
-    """Replace the splits and digests by those of a data set of four characters."""
+    """Replace splits and digests for a data set of four characters."""
     monkeypatch.delenv("METAGRAD_DATA", raising=False)
     one, other = ("images_background",), ("images_evaluation",)
     small = ("images_background_small1",)
@@ -114,5 +114,5 @@ def real_small() -> Path:
 
 @pytest.fixture
 def png():
-    """Give tests the encoder; test folders are no packages to import from."""
+    """Return the encoder. Test folders are not packages, so tests cannot import it."""
     return make_png

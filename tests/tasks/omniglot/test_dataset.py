@@ -80,7 +80,7 @@ def test_incomplete_data_is_never_trained_on_in_silence(tiny, tmp_path):
 
 
 # Pixels compare drawings badly: the floor that a trained method must beat, in percent, as a separate NumPy
-# program measured it on 4000 tasks (+-0.27). 600 tasks have a standard error of 0.35 points; four of them.
+# program measured it on 4000 tasks (+-0.27). 600 tasks have a standard error of 0.35 points. Tolerance: four of them.
 @pytest.mark.slow
 @pytest.mark.parametrize(("resize", "shots", "percent"), [("area", 1, 41.8), ("nearest", 5, 62.9)])
 def test_nearest_centroid_in_pixel_space(real_bits, resize, shots, percent):
@@ -100,7 +100,7 @@ INK = torch.from_numpy(np.random.default_rng(0).integers(0, 2, (3, 105, 105)).as
 def test_nearest_equals_pillow_on_black_and_white(size):
     image_module = pytest.importorskip("PIL.Image")
     image = image_module.fromarray(INK[0].numpy()).convert("1")
-    # Lanczos is what MAML's code asks for; Pillow gives mode "1" NEAREST whatever is asked.
+    # MAML's code uses Lanczos. For mode "1" Pillow resizes by NEAREST with any filter.
     expected = np.array(image.resize((size, size), image_module.Resampling.LANCZOS).convert("L"))
     assert np.array_equal(resize_nearest(INK[:1], size)[0].numpy(), expected)
 

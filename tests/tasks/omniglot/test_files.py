@@ -47,7 +47,7 @@ def test_a_subset_takes_its_own_zip_or_the_whole_background(tiny, tmp_path):
 
 
 def test_nothing_found_lists_every_place_and_what_to_do(tiny, tmp_path):
-    expected = r"images_background\.zip and images_evaluation\.zip must be there"
+    expected = r"this split needs images_background\.zip and images_evaluation\.zip"
     with pytest.raises(ValueError, match=expected) as info:
         find(tmp_path, "train")
     message = str(info.value)

@@ -59,9 +59,7 @@ def test_the_protocol_of_task_distributions(family):
     assert torch.equal(first.query.y, again.query.y)
     assert not torch.equal(first.query.y, other.query.y)
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(
-        ValueError, match=rf"{family.__name__}\.sample\(num_tasks\): expected an int of 1 or more, got 0"
-    ):
+    with pytest.raises(ValueError, match=rf"{family.__name__}\.sample\(num_tasks\): expected an int of 1 or"):
         tasks.sample(0)
     with pytest.raises(ValueError, match=rf"{family.__name__}\.sample: the generator is on cpu, .* on meta"):
         family(device="meta").sample(1, generator=seeded())
@@ -126,22 +124,22 @@ def covariance(kernel, a, b, period):
     if period is not None:
         distance = 2 * abs(math.sin(math.pi * distance / period[0]))
     r = distance / 0.7
-    return (
-        4
-        * {
-            "rbf": math.exp(-(r**2) / 2),
-            "matern12": math.exp(-r),
-            "matern32": (1 + math.sqrt(3) * r) * math.exp(-math.sqrt(3) * r),
-            "matern52": (1 + math.sqrt(5) * r + 5 * r**2 / 3) * math.exp(-math.sqrt(5) * r),
-        }[kernel]
-    )
+    values = {
+        "rbf": math.exp(-(r**2) / 2),
+        "matern12": math.exp(-r),
+        "matern32": (1 + math.sqrt(3) * r) * math.exp(-math.sqrt(3) * r),
+        "matern52": (1 + math.sqrt(5) * r + 5 * r**2 / 3) * math.exp(-math.sqrt(5) * r),
+    }
+    return 4 * values[kernel]
 
 
-@pytest.mark.parametrize("shape", [(4,), (3, 4, 1)])
-def test_evaluate_refuses_other_shapes(shape):
+def test_evaluate_needs_points_in_the_last_dimension():
     functions = Sinusoid().sample_functions(2, generator=seeded())
-    with pytest.raises(ValueError, match=r"evaluate\(x\): x must be \[points, 1\] or \[2, points, 1\], got"):
-        functions.evaluate(torch.zeros(shape))
+    for shape in ((4,), (3, 4, 1)):
+        with pytest.raises(
+            ValueError, match=r"evaluate\(x\): x must be \[points, 1\] or \[2, points, 1\], got"
+        ):
+            functions.evaluate(torch.zeros(shape))
 
 
 def test_one_formula_is_a_family():
@@ -161,16 +159,11 @@ def test_one_formula_is_a_family():
     ("family", "arguments", "message"),
     [
         (Lines, {"slope": (1.0, 0.0)}, r"Lines: slope must be \(lowest, highest\).* got \(1.0, 0.0\)"),
-        (
-            StepFunctions,
-            {"position": (0.0, math.inf)},
-            "StepFunctions: position must be .* finite and ascending",
-        ),
-        (
-            SinusoidOrLine,
-            {"probability": 1.5},
-            r"SinusoidOrLine\(probability\): expected a number from 0 to 1, got 1.5",
-        ),
+        (StepFunctions, {"position": (0.0, math.inf)}, "position must be .* finite and ascending"),
+        (Lines, {"slope": 3}, r"Lines: slope must be \(lowest, highest\).* got 3"),
+        (Lines, {"x": ("a", "b")}, r"Lines: x must be \(lowest, highest\)"),
+        (Lines, {"noise": -1}, r"Lines\(noise\): expected a number of 0 or more, got -1"),
+        (SinusoidOrLine, {"probability": 1.5}, r"\(probability\): expected a number from 0 to 1, got 1.5"),
         (GaussianProcess, {"kernel": "rbv"}, r"\(kernel\): expected one of 'rbf', 'matern12', .* got 'rbv'"),
         (Sinusoid, {"shots": 2.5}, r"Sinusoid\(shots\): expected an int of 1 or more, got 2.5"),
     ],
