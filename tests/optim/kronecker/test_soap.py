@@ -107,9 +107,3 @@ def test_derivatives_are_right_where_statistics_have_no_full_rank():
         return steps(rule, {"w": torch.zeros_like(g)}, [g, *others])[0]
 
     assert mg.gradcheck(moved, (g,), order=2, eps=5e-6)  # the step is curved at the scale of the shift
-
-
-@pytest.mark.parametrize("name", ["basis_every", "max_size"])
-def test_counts_are_whole_numbers(name):
-    with pytest.raises(ValueError, match=rf"soap\(..., {name}\): expected an int of 1 or more, got 0"):
-        soap(**{name: 0})

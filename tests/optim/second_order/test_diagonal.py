@@ -224,21 +224,6 @@ def test_kernels_are_averaged_over_their_positions(average):
     torch.testing.assert_close(opt.state[kernel]["square"], expected.square() + torch.zeros_like(kernel))
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (AdaHessian, {"lr": -1.0}, r"AdaHessian\(params\): lr must be at least 0, got -1"),
-        (AdaHessian, {"betas": (0.9, 1.0)}, r"betas\[1\] must be below 1"),
-        (AdaHessian, {"samples": 1.5}, "samples.*: expected an int of 1 or more, got 1.5"),
-        (SophiaH, {"curvature_every": 0}, "curvature_every.*: expected an int of 1 or more, got 0"),
-        (SophiaG, {"gamma": -1.0}, "gamma must be at least 0"),
-    ],
-)
-def test_bad_hyperparameters_are_refused(make, options, message):
-    with pytest.raises(ValueError, match=message):
-        make([torch.zeros(1, requires_grad=True)], **options)
-
-
 def test_one_estimate_of_all_groups_has_one_number_of_samples():
     a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
     with pytest.raises(ValueError, match=r"SophiaH\(params\): .*samples must be the same in all, got 1 and"):

@@ -68,17 +68,6 @@ def dense_block(model, layer, x):
     return rows.T @ rows / len(x)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_linear_model_with_a_squared_error_is_exact(bias):
-    """The Gauss-Newton matrix is I times the second moments of the inputs, in closed form."""
-    model, x = made(lambda: nn.Linear(3, 2, bias=bias)), drawn(7, 3)
-    rows = torch.cat([x, torch.ones(7, 1, dtype=F64)], 1) if bias else x
-    closed = torch.kron(torch.eye(2, dtype=F64), rows.T @ rows / 7)
-    factors = exact_factors(model, model, x)
-    torch.testing.assert_close(block(factors), closed, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(factors.outputs, torch.eye(2, dtype=F64), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_blocks_of_a_deep_linear_network_are_exact(depth):
     """Gradients do not depend on inputs, so the expectation of the product is the product of expectations."""

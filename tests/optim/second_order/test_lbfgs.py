@@ -182,17 +182,3 @@ def test_a_loss_that_is_not_finite_bounds_the_line_search():
     torch.testing.assert_close(
         params[0].detach(), torch.full((2,), (33**0.5 - 1) / 16, dtype=F64), rtol=1e-5, atol=0
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"max_iter": 0}, r"LBFGS\(params\), max_iter: expected an int of 1 or more, got 0"),
-        ({"max_eval": 1.5}, r"LBFGS\(params\), max_eval: expected an int of 1 or more, got 1.5"),
-        ({"tolerance_grad": -1.0}, r"LBFGS\(params\): tolerance_grad must be at least 0, got -1.0"),
-        ({"tolerance_change": -1.0}, r"LBFGS\(params\): tolerance_change must be at least 0, got -1.0"),
-    ],
-)
-def test_options_out_of_their_range(options, match):
-    with pytest.raises(ValueError, match=match):
-        LBFGS([torch.zeros(1, requires_grad=True)], **options)

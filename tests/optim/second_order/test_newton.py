@@ -205,17 +205,6 @@ def test_groups_have_their_own_lr_damping_and_weight_decay(make):
     assert opt.stats["length"] == 0.9
 
 
-@every
-def test_groups_of_other_step_sizes_may_have_parameters_that_do_not_move(make):
-    """One without elements, and one without a gradient."""
-    a, b, empty, unused = (torch.full((n,), 2.0, dtype=F64, requires_grad=True) for n in (1, 1, 0, 1))
-    opt = make([{"params": [a, empty], "lr": 0.5}, {"params": [b, unused]}])
-    run(opt, lambda: coupled([a, b]) + empty.sum(), 2)
-    assert a.item() < 2
-    assert b.item() < 2
-    assert unused.item() == 2
-
-
 def test_step_sizes_that_turn_the_step_uphill_give_way_to_the_least():
     w = torch.tensor([0.1, 0.9], dtype=F64)
     H = torch.tensor([[1.0, 3.0], [3.0, 10.0]], dtype=F64)
