@@ -54,9 +54,6 @@ FORMS = {
     "tree": lambda x, w: mg.checkpoint(lambda t: {"y": layer(t["x"], t["w"][0])}, {"x": x, "w": [w]})["y"],
     "nested": lambda x, w: mg.checkpoint(lambda x, w: mg.checkpoint(layer, x, w), x, w),
     "nested closures": lambda x, w: mg.checkpoint(lambda x: mg.checkpoint(lambda z: layer(z, w), x), x),
-    "nested thrice": lambda x, w: mg.checkpoint(
-        lambda: mg.checkpoint(lambda z: mg.checkpoint(lambda: layer(z, w)), x)
-    ),
     "a closure that is returned as it is": lambda x, w: mg.checkpoint(lambda x: w, x).sum() * layer(x, w),
     "twice the same tensor": lambda x, w: mg.checkpoint(layer, mg.checkpoint(layer, x, w), w),
 }
