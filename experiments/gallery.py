@@ -146,8 +146,12 @@ def make(config: Gallery) -> Path:
 
 def _check_data(programs: dict[str, Program]) -> None:
     """Raise one error that names all missing data and the programs that can run without them."""
-    needed = dict.fromkeys(one.data for one in programs.values() if one.data)
-    missing = {name: reason for name in needed if (reason := _reason_of_absence(name))}
+    missing = {}
+    for data in dict.fromkeys(one.data for one in programs.values() if one.data):
+        try:
+            find_files(None, SPLITS["train"], download=False) if data == "omniglot" else data_file(data)
+        except (OSError, ValueError) as error:  # noqa: PERF203
+            missing[data] = str(error)
     if missing:
         others = ",".join(name for name, one in programs.items() if one.data not in missing)
         raise ValueError(
@@ -158,14 +162,6 @@ def _check_data(programs: dict[str, Program]) -> None:
                 ]
             )
         )
-
-
-def _reason_of_absence(data: str) -> str | None:
-    try:
-        find_files(None, SPLITS["train"], download=False) if data == "omniglot" else data_file(data)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments.run import checkpoint, result, resume
 from experiments.run.build import build_tasks
-from experiments.run.config import check_least, composed, converted
+from experiments.run.config import composed, converted
 from experiments.run.evaluate import Interval
 from experiments.run.files import markdown, write_text
 from experiments.run.help import CONF
@@ -91,7 +91,6 @@ def run_table(config: Table) -> None:
     """Run all cells, seed by seed, so that a table that is interrupted has every row."""
     if config.iterations is not None and config.minutes is not None:
         raise ValueError("table: give iterations or minutes, not both.")
-    check_least("table", {"iterations": (1 if config.iterations is None else config.iterations, 1)})
     if config.minutes is not None and not 0 < config.minutes < math.inf:
         raise ValueError(f"table: minutes must be positive and finite, got {config.minutes}.")
     for group, names in {"experiment": config.experiments, "algorithm": config.algorithms}.items():

@@ -16,6 +16,7 @@ from hydra.utils import get_object
 from experiments.run.schema import Device
 from experiments.run.schemas import given
 from metagrad.meta import Algorithm
+from metagrad.optim import LBFGS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,7 +162,8 @@ def asks_for_closure(make: type[torch.optim.Optimizer]) -> bool:
     """Return whether optimizers of a class see how the loss is computed, or compute it several times a step."""
     arguments = inspect.signature(make.step).parameters
     is_required = "closure" in arguments and arguments["closure"].default is inspect.Parameter.empty
-    return is_required or "curvature" in arguments or getattr(make, "notes_losses", False)
+    searches = issubclass(make, LBFGS)  # along a line, by the loss at other parameters
+    return is_required or searches or "curvature" in arguments or getattr(make, "notes_losses", False)
 
 
 def device(config: Config) -> torch.device:

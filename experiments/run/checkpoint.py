@@ -101,7 +101,7 @@ def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any], r
         ValueError: The checkpoint belongs to another configuration or model (the message names the differences), or
             it is beyond the last iteration.
     """
-    _refuse("configuration", _flat(_trajectory(state["config"])), _flat(_trajectory(config)))
+    _refuse("configuration", _trajectory(state["config"]), _trajectory(config))
     _refuse("model", state["fingerprint"], fingerprint(parts.module))
     if state["step"] > config["iterations"]:
         raise ValueError(
@@ -141,25 +141,18 @@ def _state(
 
 
 def _trajectory(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in FREE}
+    return dict(_leaves({key: value for key, value in config.items() if key not in FREE}, ""))
 
 
 def _refuse(what: str, saved: Mapping[str, object], wanted: Mapping[str, object]) -> None:
     names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
     if names:
         listed = ", ".join(
-            f"{name} is {_show(saved, name)} there and {_show(wanted, name)} here" for name in names[:5]
+            f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
+            for name in names[:5]
         )
         more = f", and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(f"resume: the checkpoint is of another {what}: {listed}{more}.")
-
-
-def _show(values: Mapping[str, object], name: str) -> object:
-    return values.get(name, "absent")
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    return dict(_leaves(config, prefix))
 
 
 def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

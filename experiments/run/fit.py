@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from metagrad.tasks import Batch
 
 CLASSIFIERS = (mg.ProtoMAML, mg.ProtoNet, mg.R2D2)
+ONCE, TWICE = (mg.Reptile, mg.iMAML), (mg.optim.AdaHessian, mg.optim.NewtonCG, mg.optim.SophiaH)
+"""Algorithms whose meta-gradient has no derivative, and optimizers that need this derivative."""
 
 
 @torch.no_grad()
@@ -43,6 +45,11 @@ def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
             raise ValueError(
                 f"{call}: {type(parts.algorithm).__name__} classifies, but the targets of the task are real numbers. "
                 "Choose task=omniglot, fewshot or folder, or task.classify=true of task=tabular."
+            )
+        if isinstance(parts.algorithm, ONCE) and isinstance(parts.optimizer, TWICE):
+            raise ValueError(
+                f"{call}: {type(parts.optimizer).__name__} needs second derivatives of the meta-objective, and the "
+                f"meta-gradient of {type(parts.algorithm).__name__} has none. Choose optimizer=adam, lbfgs or soap."
             )
         try:
             parts.loss_fn(call_on(copy.deepcopy(parts.model), arguments(x, f"{call}: the inputs")), y)

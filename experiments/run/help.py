@@ -67,11 +67,6 @@ def text(name: str, module: str, arguments: list[str]) -> str:
     )
 
 
-def undocumented(config: DictConfig) -> list[str]:
-    """Return the keys of a config that have no sentence."""
-    return [line.strip() for line in _keys(config) if " = " in line and "  #" not in line]
-
-
 def arguments_of(target: str) -> dict[str, str]:
     """Return what the docstring of a class or function says of its arguments, a sentence of each."""
     try:

@@ -47,7 +47,8 @@ def test_help_is_of_one_program_alone(name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_key_has_its_sentence(name):
-    assert help.undocumented(composed(name)) == []
+    lines = [line for line in help._keys(composed(name)) if " = " in line]
+    assert [line for line in lines if "  #" not in line] == []
 
 
 def keys_without_a_sentence(schema, target):
