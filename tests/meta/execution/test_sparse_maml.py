@@ -12,7 +12,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
-from tests.marks import covering, slow
+from tests.marks import slow
 from tests.sparse.guards import no_large_outputs
 
 sgd = mg.optim.rules.sgd
@@ -128,7 +128,7 @@ def assert_equal_to_dense(maml, reference, batch):
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize(
     ("task_chunk", "memory"),
-    covering([None, 1, 3], ["full", "step"], fast=lambda chunk, memory: memory == "full" or chunk == 3),
+    [(None, "full"), (1, "step"), slow(3, "step")],
 )
 def test_equals_dense(case, task_chunk, memory):
     with warnings.catch_warnings():
@@ -179,13 +179,10 @@ def test_rules(rule, order, task_chunk):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("task_chunk", [None, 3])
-def test_adapted_models_know_rows_that_the_support_does_not(rule, task_chunk):
+def test_adapted_models_know_rows_that_the_support_does_not(rule):
     make, sparse = MODELS["known layers"]
     maml, reference = (
-        mg.MAML(
-            make().double(), F.mse_loss, inner=RULES[rule](), steps=3, task_chunk=task_chunk, sparse=names
-        )
+        mg.MAML(make().double(), F.mse_loss, inner=RULES[rule](), steps=3, sparse=names)
         for names in (sparse, ())
     )
     assert_adapted_equal_to_dense(maml, reference)
