@@ -91,32 +91,35 @@ def test_data_frames_have_the_columns_of_their_file(tmp_path):
             check(pandas.read_csv(path).rename(columns=str.strip), use, expected)
 
 
-@pytest.mark.parametrize(
-    ("entries", "use", "expected"),
-    [
-        ([1, True, np.int8(3)], "ids", [1, 1, 3]),
-        ([1, 2.5, None], "numbers", [1, 2.5]),
-        ([3, None, 2], "ids", [3, 2]),
-        (np.array([3.0, np.nan]), "ids", [3.0]),
-        (torch.tensor([1, 2]), "ids", [1, 2]),
-        ([datetime.date(1970, 1, 2), None, datetime.datetime(1970, 1, 1, 12)], "numbers", [1, 0.5]),
-        (np.array(["2024-03-01", "NaT"], "M8[ns]"), "ids", ["2024-03-01"]),
-        ([1, "1"], "ids", "must hold an integer of 64 bits in each row, got '1' in row 1"),
-        (["1", 1], "ids", "must hold text in each row, got 1 in row 1"),
-        ([2**70], "ids", "must hold an integer of 64 bits in each row, got 11805"),
-        ([1, datetime.date(2024, 1, 1)], "numbers", "got datetime.date(2024, 1, 1) in row 1"),
-        ([datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone.utc)], "ids", "must hold a date such as 2024-03-01"),
-        ([[1], [2]], "ids", "must hold text in each row, got [1] in row 0"),
-        ([1.0, np.inf], "numbers", "must hold a finite number in each row, got inf in row 1"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_typed_entries_keep_their_type_and_are_never_mixed(entries, use, expected):
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=re.escape(expected)):
-            column({"a": entries}, use, "skip")
-    else:
-        assert column({"a": entries}, use, "skip") == expected
+TYPED = [
+    ([1, True, np.int8(3)], "ids", [1, 1, 3]),
+    ([1, 2.5, None], "numbers", [1, 2.5]),
+    ([3, None, 2], "ids", [3, 2]),
+    (np.array([3.0, np.nan]), "ids", [3.0]),
+    (torch.tensor([1, 2]), "ids", [1, 2]),
+    ([datetime.date(1970, 1, 2), None, datetime.datetime(1970, 1, 1, 12)], "numbers", [1, 0.5]),
+    (np.array(["2024-03-01", "NaT"], "M8[ns]"), "ids", ["2024-03-01"]),
+    ([1, "1"], "ids", "must hold an integer of 64 bits in each row, got '1' in row 1"),
+    (["1", 1], "ids", "must hold text in each row, got 1 in row 1"),
+    ([2**70], "ids", "must hold an integer of 64 bits in each row, got 11805"),
+    ([1, datetime.date(2024, 1, 1)], "numbers", "got datetime.date(2024, 1, 1) in row 1"),
+    (
+        [datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone.utc)],
+        "ids",
+        "must hold a date such as 2024-03-01",
+    ),
+    ([[1], [2]], "ids", "must hold text in each row, got [1] in row 0"),
+    ([1.0, np.inf], "numbers", "must hold a finite number in each row, got inf in row 1"),
+]
+
+
+def test_typed_entries_keep_their_type_and_are_never_mixed():
+    for entries, use, expected in TYPED:
+        if isinstance(expected, str):
+            with pytest.raises(ValueError, match=re.escape(expected)):
+                column({"a": entries}, use, "skip")
+        else:
+            assert column({"a": entries}, use, "skip") == expected
 
 
 def test_rows_with_gaps_are_left_out_when_told_to(tmp_path):
