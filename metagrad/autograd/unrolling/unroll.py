@@ -118,7 +118,10 @@ def unroll(
         pieces = [(torch.no_grad()(loop), times[:first]), (torch.enable_grad()(loop), times[first:])]
         return in_turn(pieces, step, state, args)
 
-    eager = functools.partial(run, lambda step, *rest: run_loop(_checked(step), *rest, memory=mode))
+    def checked_loop(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
+        return run_loop(_checked(step), state, args, times, mode)
+
+    eager = functools.partial(run, checked_loop)
     if options is None:
         last, aux = eager()
     else:
