@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 RECORD = "gallery.json"
 SHORT = 40  # lines of a page that is shown unfolded
-LAST = 20  # lines of output that are shown of a program that failed without a message
 STYLE = """
 :root { color-scheme: light dark; --line: light-dark(#ddd, #444); --muted: light-dark(#666, #aaa); }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
@@ -154,14 +153,8 @@ def _check_data(programs: dict[str, Program]) -> None:
             missing[data] = str(error)
     if missing:
         others = ",".join(name for name, one in programs.items() if one.data not in missing)
-        raise ValueError(
-            "\n".join(
-                [
-                    f"gallery: {', '.join(missing)} missing; run the other programs by only=[{others}].",
-                    *missing.values(),
-                ]
-            )
-        )
+        first = f"gallery: {', '.join(missing)} missing; run the other programs by only=[{others}]."
+        raise ValueError("\n".join([first, *missing.values()]))
 
 
 @contextmanager
@@ -177,7 +170,7 @@ def _ended(children: set[subprocess.Popen[bytes]], pool: ThreadPoolExecutor) -> 
         raise
 
 
-def run(one: Program, folder: Path, children: set[subprocess.Popen[bytes]] | None = None) -> Shown:
+def run(one: Program, folder: Path, children: set[subprocess.Popen[bytes]]) -> Shown:
     """Run a program unless it has succeeded before, and return the outcome. A failed run starts again."""
     record, command = folder / RECORD, f"python -m {shlex.join(one.run)}"
     if record.exists():
@@ -189,11 +182,11 @@ def run(one: Program, folder: Path, children: set[subprocess.Popen[bytes]] | Non
     write_text(record, json.dumps(Shown(command, 0.0, "It has not ended.")._asdict()) + "\n")
     began = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **os.environ}
-    arguments = [sys.executable, "-m", *one.run]
-    children = set() if children is None else children
     with (
         (folder / "gallery.log").open("w") as log,
-        subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True) as child,
+        subprocess.Popen(
+            [sys.executable, "-m", *one.run], stdout=log, stderr=log, env=environment, start_new_session=True
+        ) as child,
     ):
         children.add(child)
         status = child.wait()
@@ -209,7 +202,7 @@ def _failure(folder: Path) -> str:
     if (folder / result.FAILURE).exists():
         return (folder / result.FAILURE).read_text().strip()
     lines = (folder / "gallery.log").read_text(errors="replace").splitlines()
-    return "\n".join(lines[-LAST:]) or "The program printed nothing."
+    return "\n".join(lines[-20:]) or "The program printed nothing."
 
 
 def page(config: Gallery, shown: dict[str, Shown]) -> str:

@@ -99,7 +99,8 @@ def run_table(config: Table) -> None:
                 raise ValueError(f"table: there is no {group}={name}; conf/{group} has one file for each.")
     _check_data(config)
     grid = list(itertools.product(config.seeds, config.experiments, config.algorithms))
-    log.info("%s", _plan(len(grid), config))
+    if config.minutes is not None:
+        log.info("%d cells take about %.1f hours of training.", len(grid), len(grid) * config.minutes / 60)
     with logging_redirect_tqdm(), Progress(grid, unit="cell") as bar:
         for seed, experiment, algorithm in bar:
             bar.set_postfix_str(f"{experiment} {algorithm} {seed}")
@@ -115,13 +116,6 @@ def _check_data(config: Table) -> None:
         build_tasks(
             converted("table", composed("config", [f"experiment={experiment}", *config.overrides])).task
         )
-
-
-def _plan(cells: int, config: Table) -> str:
-    """Return how long a table takes."""
-    if config.minutes is None:
-        return f"{cells} cells, each as long as its experiment. minutes=15 gives every cell 15 minutes of training."
-    return f"{cells} cells of {config.minutes:g} minutes take about {cells * config.minutes / 60:.1f} hours."
 
 
 def start(cell: Cell) -> None:

@@ -66,12 +66,8 @@ def save(
     """
     content = io.BytesIO()  # torch.save into a file says of a full disk "unexpected pos 64 vs 0"
     torch.save(_state(parts, step, config, skipped, random or [random_state()]), content)
-    write_bytes(path, sealed(content.getvalue()))
-
-
-def sealed(archive: bytes) -> bytes:
-    """Return an archive followed by the version of the format and a checksum of every byte."""
-    return archive + SEAL % VERSION + hashlib.sha256(archive).hexdigest().encode()
+    archive = content.getvalue()
+    write_bytes(path, archive + SEAL % VERSION + hashlib.sha256(archive).hexdigest().encode())
 
 
 def load(path: Path) -> dict[str, Any]:

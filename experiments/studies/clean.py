@@ -46,10 +46,10 @@ METHODS = ("CG", "Neumann", "Nystrom", "T1-T2", "Unroll", "FiniteDifference", "r
 REFERENCES = ("everything", "clean part", "validation alone", "agreeing")
 OUTER_LR, LR, MOMENTUM = 0.3, 1.0, 0.9  # the Hessian of the loss is at most the identity
 TITLES = {
-    "everything": "everything, as it is",
-    "clean part": "the clean part",
-    "validation alone": "only the validation drawings",
-    "agreeing": "labels that the validation drawings' network agrees with",
+    "everything": "all labels, without weights",
+    "clean part": "only correct labels",
+    "validation alone": "only validation images",
+    "agreeing": "labels that a network of the validation images predicts",
     "T1-T2": "T1-T2 (FirstOrder)",
     "FiniteDifference": "DARTS (FiniteDifference)",
     "reweight": "learning to reweight",
@@ -421,18 +421,22 @@ def figures(results: list[Result], config: CleanConfig, folder: Path) -> list[Pa
     """Draw accuracy over CPU seconds."""
     found = by_cell(results)
     with figure(folder / "clean.png", size=(7, 4.2)) as axes:
-        axis = axes[0, 0]
+        axis, whole = axes[0, 0], None
         for i, (name, own) in enumerate((name, own) for name, own in found.items() if "curve" in own[0]):
             points = [zip(*(one["curve"][of] for one in own), strict=False) for of in ("seconds", "accuracy")]
             seconds, accuracies = ([statistics.mean(point) for point in column] for column in points)
             style = {"color": CYCLE[i % len(CYCLE)], "linestyle": ("-", "--")[i // len(CYCLE)]}
-            axis.plot(seconds, accuracies, label=name, **style)
+            whole = whole or (name, seconds[-1])
+            axis.plot([second / whole[1] for second in seconds], accuracies, label=name, **style)
         for name, (color, dash) in LEVELS.items():
             if name in found:
                 level = statistics.mean(one["accuracy"] for one in found[name])
-                axis.axhline(level, color=color, linestyle=dash, linewidth=1.1, label=name)
-        axis.set(xlabel="CPU seconds", ylabel="Test accuracy of the network in the loop (%)")
-        axis.set_title(f"{config.wrong:.0%} of the labels are wrong")
+                axis.axhline(level, color=color, linestyle=dash, linewidth=1.1, label=TITLES.get(name, name))
+        time = f"CPU time, relative to {whole[0]}" if whole else "CPU time"
+        axis.set(
+            xlabel=time, ylabel="Test accuracy (%)", title=f"{config.wrong:.0%} of the labels are incorrect"
+        )
+        axis.set_ylim(bottom=max(axis.get_ylim()[0], 50 if max(axis.get_ylim()) > 60 else 0))
         axis.grid(axis="y")
         legend_below(axis, columns=5)
     return [folder / "clean.png"]

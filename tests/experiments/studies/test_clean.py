@@ -160,6 +160,6 @@ def test_wrong_settings_are_errors(configured, override, message):
 @pytest.mark.slow
 def test_the_small_program_writes_its_page(configured, tmp_path):
     text = study.run(configured(study, "preset=small", "methods=[CG,reweight]"), tmp_path)
-    assert "| the clean part |" in text
+    assert "| only correct labels |" in text
     assert "| learning to reweight |" in text
     assert (tmp_path / "clean.png").stat().st_size > 0
