@@ -123,7 +123,8 @@ def with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
 
 def custom_functions(nodes: Iterable[Node]) -> list[str]:
     """Return the names of the classes of ``autograd.Function`` in a graph that are neither metagrad's nor torch's."""
-    functions: set[Any] = {type(n)._forward_cls for n in nodes if isinstance(n, BackwardCFunction)}  # type: ignore[attr-defined]
+    classes: list[Any] = [type(n) for n in nodes if isinstance(n, BackwardCFunction)]
+    functions: set[Any] = {cls._forward_cls for cls in classes}
     return sorted(f.__name__ for f in functions if f.__module__.split(".")[0] not in ("metagrad", "torch"))
 
 
