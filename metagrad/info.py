@@ -1,10 +1,14 @@
-"""What a bug report needs: versions, devices, threads, allocator, optional packages; ``python -m metagrad.info``."""
+"""Versions, devices, threads, environment and optional packages for a bug report: ``python -m metagrad.info``.
+
+``python -m metagrad.info --probes`` tests the installed torch for the faults that metagrad knows.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
+import sys
 import warnings
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from metagrad import __version__
+from metagrad.core.faults import FAULTS
 
 OPTIONAL = {
     "scipy": "SparseTensor to and from SciPy",
@@ -127,8 +132,16 @@ def _is_newer(torch_version: str) -> bool:
     return tuple(int(part) for part in torch_version.split(".")[:2]) > TESTED
 
 
+def probed() -> str:
+    """Return the known faults of torch as lines of text: whether each is there, and what metagrad does instead."""
+    lines: list[str] = []
+    for fault in FAULTS:
+        lines += [f"{'present' if fault.is_there() else 'gone':8} {fault.name}", f"{'':8} {fault.workaround}"]
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(collect())
+    print(probed() if sys.argv[1:] == ["--probes"] else collect())
     if _is_newer(torch.__version__):
         tested = ".".join(map(str, TESTED))
         warnings.warn(

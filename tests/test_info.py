@@ -11,6 +11,7 @@ import torch
 
 import metagrad
 from metagrad import info
+from metagrad.core.faults import Fault
 
 
 def test_info_names_versions_and_threads():
@@ -38,6 +39,22 @@ def test_variables_that_change_numbers_or_memory_are_shown_and_no_others(monkeyp
     shown = str(info.collect())
     assert "MALLOC_TOP_PAD_=1048576" in shown
     assert "hidden" not in shown
+
+
+@pytest.mark.skipif(info._is_newer(torch.__version__), reason="the table is of an older torch")
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, id=f.name, marks=[pytest.mark.slow] if f.is_compiled else []) for f in info.FAULTS],
+)
+def test_the_known_faults_of_torch_are_there(fault):
+    assert fault.is_there(), f"gone from torch {torch.__version__}. Workaround: {fault.workaround}."
+
+
+def test_probes_say_what_is_there(monkeypatch):
+    monkeypatch.setattr(
+        info, "FAULTS", [Fault("sums", "adds", bool), Fault("products", "multiplies", lambda: True)]
+    )
+    assert info.probed().split() == ["gone", "sums", "adds", "present", "products", "multiplies"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ from metagrad.memory.storages import Slot
 
 Path = tuple[tuple[str, "int | None"], ...]
 
+AGAIN = " again"
+"""The end of the name of a phase that a backward pass opens, because it recomputes a step."""
+
 
 @dataclass(eq=False)
 class Phase:
@@ -44,7 +47,12 @@ class Phase:
 
 def label(path: Path) -> str:
     """Return a path in words: `outer 3 / inner 0`."""
-    return " / ".join(name if index is None else f"{name} {index}" for name, index in path)
+    return " / ".join(_step_label(name, index) for name, index in path)
+
+
+def _step_label(name: str, index: int | None) -> str:
+    number = "" if index is None else f" {index}"
+    return f"{name.removesuffix(AGAIN)}{number}{AGAIN * name.endswith(AGAIN)}"
 
 
 class Meter(Protocol):

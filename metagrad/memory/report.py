@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple
 
-from metagrad.memory.phases import Path, Phase, label
+from metagrad.memory.phases import AGAIN, Path, Phase, label
 
 MAX_ROWS = 60
 _HEAD_ROWS = 20
@@ -104,7 +104,10 @@ def table(records: list[Record], last: int | None = None) -> str:
         text = f"... {len(hidden)} not shown, {first} to {final}; table(last=n) shows the last n"
         lines.insert(1 + head, text)
     origin = "since the tracker was opened" if records[0].device == "cpu" else "in all"
-    return "\n".join([*lines, f"{records[0].device}: bytes {origin}"])
+    lines.append(f"{records[0].device}: bytes {origin}")
+    if any(record.name.endswith(AGAIN) for record in records):
+        lines.append("again: recomputed in the backward pass")
+    return "\n".join(lines)
 
 
 def _row(record: Record) -> tuple[str, ...]:
@@ -134,9 +137,14 @@ class Growth(NamedTuple):
 
 
 def summary(phases: list[Phase], holder: str, peak: int) -> str:
-    """Return the sentence; `holder` says in words which phase the run's `peak` (bytes) is due to."""
-    parts = (_on_inner(phases), _on_outer(phases), f"the peak is {format_bytes(peak)}, {holder}")
-    return "; ".join(parts) + "."
+    """Return the summary of a run. ``holder`` names the phase that allocated most of ``peak`` bytes."""
+    lines = {
+        "inner steps": _on_inner(phases),
+        "recomputed": _on_recomputed(phases),
+        "outer steps": _on_outer(phases),
+        "peak": f"{format_bytes(peak)}, {holder}",
+    }
+    return "\n".join(f"{name + ':':12} {text}" for name, text in lines.items() if text)
 
 
 def inner_growth(phases: list[Phase]) -> list[Growth]:
@@ -172,23 +180,23 @@ def _growth(total: int, graph: int) -> Growth:
 
 def _on_inner(phases: list[Phase]) -> str:
     growths = inner_growth(phases)
-    if not growths:
-        return "No inner step was recorded"
-    typical = _typical(growths)
-    if typical.total <= 0:
-        return f"Inner steps do not add memory: {format_bytes(typical.total)} each"
-    return f"Each inner step adds {_described(typical)}"
+    return _described(_typical(growths)) if growths else "none"
+
+
+def _on_recomputed(phases: list[Phase]) -> str:
+    graphs = [phase.graph for phase in phases if phase.name == f"inner{AGAIN}"]
+    if not graphs:
+        return ""
+    return f"{len(graphs)} in backward passes. The graph of a step holds {format_bytes(median_low(graphs))}"
 
 
 def _on_outer(phases: list[Phase]) -> str:
     growths = outer_growth(phases)
     if not growths:
-        return "fewer than two outer steps were recorded, so it is unknown whether they are freed"
+        return "fewer than two, so a leak would not show"
     typical = _typical(growths)
     use = median_low(phase.peak - phase.before for phase in phases if phase.name == "outer")
-    if typical.total > _LEAK_SHARE * use:
-        return f"leaked: each outer step leaves {_described(typical)}"
-    return f"freed: each outer step leaves {format_bytes(max(typical.total, 0))} more than the last"
+    return f"leak of {_described(typical)}" if typical.total > _LEAK_SHARE * use else "freed"
 
 
 def _typical(growths: list[Growth]) -> Growth:
@@ -197,4 +205,4 @@ def _typical(growths: list[Growth]) -> Growth:
 
 
 def _described(growth: Growth) -> str:
-    return f"{format_bytes(growth.total)}, {format_bytes(growth.graph)} of it held by the graph"
+    return f"{format_bytes(growth.total)} each, {format_bytes(growth.graph)} of it in the autograd graph"

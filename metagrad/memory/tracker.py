@@ -9,9 +9,10 @@ from types import TracebackType
 
 import torch
 
+from metagrad.core import _torch
 from metagrad.core.checks import check_choice, check_count, check_type, is_a
 from metagrad.memory.graph import SavedGraph
-from metagrad.memory.phases import AllocatorMeter, Phase, PhaseStack, label
+from metagrad.memory.phases import AGAIN, AllocatorMeter, Phase, PhaseStack, label
 from metagrad.memory.report import Record, format_bytes, summary, table
 from metagrad.memory.storages import Ledger, StorageMode
 
@@ -82,8 +83,10 @@ class MemoryTracker:
         [(0, 2048, 4096), (2048, 4096, 4096), (4096, 6144, 4096)]
         >>> mem.peak
         8192
-        >>> print(mem.summary().split(";")[0])
-        Each inner step adds 2.00 KiB, 0 B of it held by the graph
+        >>> print(mem.summary())
+        inner steps: 2.00 KiB each, 0 B of it in the autograd graph
+        outer steps: fewer than two, so a leak would not show
+        peak:        8.00 KiB, mostly from inner 2 (4.00 KiB)
 
     References:
         PyTorch, "Hooks for autograd saved tensors" (tutorial) and `torch.cuda.max_memory_allocated`.
@@ -150,7 +153,8 @@ class MemoryTracker:
         """
         check_type("MemoryTracker.phase(name)", name, str)
         check_count(f"MemoryTracker.phase({name!r}, index=...)", index, 0, optional=True)
-        return self._inside((name, index))
+        is_again = _torch.current_graph_task() >= 0
+        return self._inside((name + AGAIN * is_again, index))
 
     def implied_outer(self) -> contextlib.AbstractContextManager[object]:
         """Open the next outer step if no phase is open, else nothing; what a library calls around a step."""
@@ -190,13 +194,14 @@ class MemoryTracker:
         return table(self.records(), check_count("MemoryTracker.table(last)", last, optional=True))
 
     def summary(self) -> str:
-        """Return one sentence: bytes per inner step and how many the graph holds, freed or leaked, and the peak.
+        """Return three short lines on the inner steps, the outer steps and the peak of the run.
 
-        *Bytes per inner step* are the median growth from the end of one inner step to the end of the next; with a
-        single inner step, what it leaves behind. *The graph* holds what is saved for backward, which is the states
-        themselves where steps are recomputed (``memory="step"``). *Leaked* compares the bytes at the ends of
-        consecutive outer steps; less than a percent of what an outer step takes at its peak is called freed. *The
-        peak* names the phase that made the most of what was alive then.
+        - ``inner steps``: median growth from the end of one inner step to the end of the next, and the part of it
+          that the autograd graph holds. A single inner step reports what it leaves allocated.
+        - ``recomputed``: only if a backward pass recomputed inner steps. Compare the graph of a step with
+          ``inner steps``: recomputation saves the difference for each step.
+        - ``outer steps``: ``freed``, or a leak if an outer step leaves more than a percent of its own peak.
+        - ``peak``: maximum bytes in use, and the phase that allocated the largest part of them.
         """
         if self._run is None:
             return "The tracker was not opened."
@@ -231,8 +236,8 @@ class MemoryTracker:
 
     def _peak_holder(self, run: TrackedRun) -> str:
         phase: Phase = run.peak_holder()
-        where = f"in {label(phase.path)}" if phase.path else "outside of every phase"
-        return f"the largest part of it made {where} ({format_bytes(run.at_peak(phase))})"
+        where = f"from {label(phase.path)}" if phase.path else "from outside of all phases"
+        return f"mostly {where} ({format_bytes(run.at_peak(phase))})"
 
 
 class TrackedRun:

@@ -152,7 +152,7 @@ def test_the_report_has_result_memory_and_plots(run, tmp_path, caplog):
     assert "query loss: " in report
     assert "after 5 inner steps  (ratio " in report
     assert "Protocol:" in report
-    assert "Each inner step adds" in report
+    assert "inner steps:" in report
     assert "learning_curve.png" in report
 
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+import metagrad as mg
 from metagrad.memory import MemoryTracker, Record
 from metagrad.memory.phases import Phase
 from metagrad.memory.report import format_bytes, inner_growth, outer_growth, summary, table
@@ -84,42 +88,45 @@ def outer_loop(keep_graph, outers=4, inners=3):
 def test_an_outer_loop_that_keeps_graphs_leaks():
     mem = outer_loop(keep_graph=True)
     # A kept meta-loss (8 bytes, state) holds the graph: w_1 .. w_3 and 8 bytes for each inner step.
-    assert "leaked: each outer step leaves 2.38 KiB, 2.37 KiB of it held by the graph" in mem.summary()
+    assert "outer steps: leak of 2.38 KiB each, 2.37 KiB of it in the autograd graph\n" in mem.summary()
     assert outer_growth(mem._run.closed_phases()) == [(3 * 808 + 8, 3 * 808)] * 3
 
 
-def test_the_whole_sentence():
+def test_the_three_lines():
     mem = outer_loop(keep_graph=False)
     query = next(record for record in mem.records() if record.name == "query")
-    assert mem.summary() == (
-        "Each inner step adds 808 B, 808 B of it held by the graph; "
-        "freed: each outer step leaves 0 B more than the last; "
-        f"the peak is {format_bytes(mem.peak)}, the largest part of it made in outer 0 / query "
-        f"({format_bytes(query.at_peak)})."
-    )
-
-
-def test_state_that_grows_is_named():
-    kept = []
-    with MemoryTracker(device="cpu") as mem:
-        for step in range(3):
-            with mem.outer(step), mem.inner(0):
-                kept.append(torch.zeros(N, dtype=torch.float64))
-    assert mem.summary() == (
-        "Each inner step adds 800 B, 0 B of it held by the graph; "
-        "leaked: each outer step leaves 800 B, 0 B of it held by the graph; "
-        "the peak is 2.34 KiB, the largest part of it made in outer 0 / inner 0 (800 B)."
-    )
+    assert mem.summary().splitlines() == [
+        "inner steps: 808 B each, 808 B of it in the autograd graph",
+        "outer steps: freed",
+        f"peak:        {format_bytes(mem.peak)}, mostly from outer 0 / query ({format_bytes(query.at_peak)})",
+    ]
 
 
 def test_an_empty_run():
     with MemoryTracker(device="cpu") as mem:
         pass
-    assert mem.summary() == (
-        "No inner step was recorded; "
-        "fewer than two outer steps were recorded, so it is unknown whether they are freed; "
-        "the peak is 0 B, the largest part of it made outside of every phase (0 B)."
+    assert mem.summary().splitlines() == [
+        "inner steps: none",
+        "outer steps: fewer than two, so a leak would not show",
+        "peak:        0 B, mostly from outside of all phases (0 B)",
+    ]
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_steps_that_the_backward_pass_recomputes_are_named(around):
+    maml = mg.MAML(
+        torch.nn.Linear(2, 1), F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=2, memory="step"
     )
+    batch = ((torch.ones(2, 3, 2), torch.ones(2, 3, 1)),) * 2
+    with MemoryTracker(device="cpu") as mem, mem.outer(0) if around else contextlib.nullcontext():
+        maml(batch).loss.backward()
+    rows = [line.split("  ")[0 if line[0] != " " else 1] for line in mem.table().splitlines()]
+    assert rows[1:] == [
+        *("outer 0", "inner 0", "inner 1", "query", "inner 1 again", "inner 0 again"),
+        *("cpu: bytes since the tracker was opened", "again: recomputed in the backward pass"),
+    ]
+    graphs = [record.graph for record in mem.records() if record.name == "inner again"]
+    assert f"recomputed:  2 in backward passes. The graph of a step holds {min(graphs)} B" in mem.summary()
 
 
 ROOT = Phase()
@@ -138,32 +145,32 @@ def phase(name, index, after, held=None, before=0, parent=ROOT, peak=0):
     )
 
 
-SENTENCES = {
+LINES = {
     "graph and state": (
         [phase("inner", 0, KIB, (0, 100)), phase("inner", 1, 3 * KIB, (100, 612))],
-        "Each inner step adds 2.00 KiB, 512 B of it held by the graph; fewer than two",
+        "inner steps: 2.00 KiB each, 512 B of it in the autograd graph\nouter steps: fewer than two",
     ),
     "a single step": (
         [phase("inner", 0, 5 * KIB, (0, 4 * KIB), before=KIB)],
-        "Each inner step adds 4.00 KiB, 4.00 KiB of it held by the graph;",
+        "inner steps: 4.00 KiB each, 4.00 KiB of it in the autograd graph\n",
     ),
     "shrinks": (
         [phase("inner", 0, 3 * KIB, (0, 0)), phase("inner", 1, KIB, (0, 0))],
-        "Inner steps do not add memory: -2.00 KiB each;",
+        "inner steps: -2.00 KiB each, 0 B of it",
     ),
     "two outer steps": (
         [
             phase("outer", 0, KIB, (0, 0), peak=KIB),
             phase("outer", 5, 2 * KIB, (0, KIB), before=KIB, peak=2 * KIB),
         ],
-        "leaked: each outer step leaves 1.00 KiB, 1.00 KiB of it held by the graph",
+        "outer steps: leak of 1.00 KiB each, 1.00 KiB of it in the autograd graph\n",
     ),
 }
 
 
-@pytest.mark.parametrize("name", SENTENCES)
-def test_sentences(name):
-    phases, expected = SENTENCES[name]
+@pytest.mark.parametrize("name", LINES)
+def test_lines_of_the_summary(name):
+    phases, expected = LINES[name]
     assert expected in summary(phases, "made up", 0)
 
 
