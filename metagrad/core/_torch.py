@@ -142,11 +142,11 @@ if TYPE_CHECKING:
     class Module(nn.Module):
         """A module that overrides how it is moved and loaded."""
 
-        _apply: Any
-        _load_from_state_dict: Any
+        _apply: Callable[..., Any]
+        _load_from_state_dict: Callable[..., Any]
 
     class TensorSubclass(Tensor):
-        """A tensor that says for itself what these names of torch mean."""
+        """A tensor that overrides methods of torch."""
 
         __eq__: ClassVar[Any]
         __ne__: ClassVar[Any]
@@ -155,6 +155,7 @@ if TYPE_CHECKING:
         coalesce: Any
         to_dense: Any
         values: Any
+
 else:
     Function = torch.autograd.Function
     Module = nn.Module

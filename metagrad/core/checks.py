@@ -69,11 +69,6 @@ def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
     return isinstance(value, Mapping)
 
 
-def is_dict(value: object) -> TypeGuard[dict[Any, Any]]:
-    """Return whether a value is a dict."""
-    return isinstance(value, dict)
-
-
 def refuse(call: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
     """Raise an error that names the call, what it expects and what it got."""
     raise error(f"{call}: expected {expected}, got {got!r}.")

@@ -7,13 +7,12 @@ that the workaround can go too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 
 class Fault(NamedTuple):
@@ -50,43 +49,12 @@ def _third_derivative_of_layer_norm() -> bool:
     return not torch.allclose(third[0], difference, rtol=1e-2)
 
 
-def _second_derivative_of_weight_norm() -> bool:
-    layer: Any = nn.utils.parametrizations.weight_norm(nn.Linear(2, 1, bias=False, dtype=torch.float64))
-    g, v = layer.parametrizations.weight.original0, layer.parametrizations.weight.original1
-    found = []
-    for weight in (layer.weight, g * v / v.norm(dim=1, keepdim=True)):
-        (first,) = torch.autograd.grad(weight.sin().sum(), v, create_graph=True)
-        found.append(torch.autograd.grad(first.square().sum(), v)[0])
-    return not torch.allclose(*found)
-
-
-def _gradient_of_sparse_values() -> bool:
-    values = torch.ones(2, requires_grad=True)
-    matrix = torch.sparse_coo_tensor(torch.tensor([[0, 1], [0, 1]]), values, (2, 2))
-    product = torch.sparse.mm(matrix, torch.eye(2)).square().sum()
-    return not torch.autograd.grad(product, values, create_graph=True)[0].requires_grad
-
-
 def _functional_call_of_a_module_that_occurs_twice() -> bool:
     layer = nn.Linear(1, 1)
     model = nn.Sequential(layer, layer)
     other = {name: p.detach() for name, p in model.named_parameters()}
     functional_call(model, other, (torch.ones(1, 1),))
     return not isinstance(layer.weight, nn.Parameter)
-
-
-def _checkpoint_in_functional_call() -> bool:
-    class Squared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(lambda x: (self.weight * x).square(), x, use_reentrant=False)
-
-    weight = torch.full((1,), 3.0, requires_grad=True)
-    loss = functional_call(Squared(), {"weight": weight}, (torch.ones(1),))
-    return torch.autograd.grad(loss, weight)[0].item() != 6.0
 
 
 FAULTS = (
@@ -102,23 +70,8 @@ FAULTS = (
         _third_derivative_of_layer_norm,
     ),
     Fault(
-        "second derivatives of torch.nn.utils.weight_norm are wrong on a CPU",
-        "lint reports it, and MAML raises",
-        _second_derivative_of_weight_norm,
-    ),
-    Fault(
-        "gradients of the values of torch.sparse_coo_tensor are detached",
-        "mg.sparse has kernels of its own",
-        _gradient_of_sparse_values,
-    ),
-    Fault(
         "functional_call leaves its tensors in a module that occurs twice in a model",
         "the library substitutes parameters itself",
         _functional_call_of_a_module_that_occurs_twice,
-    ),
-    Fault(
-        "torch.utils.checkpoint within functional_call reads the module's own parameters in the backward pass",
-        "MAML calls copies of the model, and mg.unroll raises",
-        _checkpoint_in_functional_call,
     ),
 )

@@ -181,8 +181,8 @@ class composite_norms(Dispatch):  # noqa: N801, used as a function is
         super().__init__(_COMPOSITES)
 
 
-def unfused_attention() -> contextlib.AbstractContextManager[object]:
-    """Choose the kernel of attention that has derivatives of every order, within a ``with`` block."""
+def unfused_attention() -> Any:
+    """Choose the kernel of attention that has derivatives of every order, within a ``with`` block or a function."""
     kernels: Any = torch.nn.attention
     return kernels.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
 

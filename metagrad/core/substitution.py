@@ -76,7 +76,7 @@ def own_buffers(modules: Iterable[nn.Module]) -> Generator[None]:
 
 @contextlib.contextmanager
 def copied(
-    model: nn.Module, around: Callable[[], contextlib.AbstractContextManager[object]]
+    model: nn.Module, decorate: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Generator[nn.Module]:
     """Yield a copy of a model that keeps the parameters that the model has now, also after the ``with`` block.
 
@@ -86,30 +86,19 @@ def copied(
 
     Args:
         model: The model.
-        around: Returns a context in which each copied module runs, also in the backward pass.
+        decorate: Decorates the ``forward`` of each copied module, which also runs in the backward pass.
     """
     copies = {module: object.__new__(type(module)) for module in model.modules()}
     assigned = []
     for module, copy in copies.items():
         given = {name: _of_copies(value, copies) for name, value in vars(module).items()}
         given["_parameters"] = dict(module._parameters)
-        forward = given.get("forward", types.MethodType(type(module).forward, copy))
-        given["forward"] = functools.partial(_called_within, around, forward)
+        given["forward"] = decorate(given.get("forward", types.MethodType(type(module).forward, copy)))
         vars(copy).update(given)
         assigned.append((vars(module), vars(copy), given))
     yield copies[model]
     for original, now, given in assigned:
         original.update({name: value for name, value in now.items() if value is not given.get(name, given)})
-
-
-def _called_within(
-    around: Callable[[], contextlib.AbstractContextManager[object]],
-    function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    with around():
-        return function(*args, **kwargs)
 
 
 def _of_copies(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
@@ -175,45 +164,37 @@ def checked_reruns(call: str, *, nested: bool = False) -> Generator[None]:
         handle.remove()
 
 
-class ParameterReads:
-    """Notes which parameters a computation reads from the modules of a model, within a ``with`` block.
+@contextlib.contextmanager
+def noted_reads(model: nn.Module) -> Generator[list[tuple[str, bool]]]:
+    """Note which parameters that require grad are read from the modules of a model, within a ``with`` block.
 
-    Attributes:
-        first: The module whose parameter was read first: its class and path. None if no parameter was read.
-        reentrant: A module that :func:`torch.utils.checkpoint` called with ``use_reentrant=True``.
+    Yields:
+        The list of reads. Each is the class and path of the module, and whether :func:`torch.utils.checkpoint` calls
+        the module with ``use_reentrant=True``.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.first: str | None = None
-        self.reentrant: str | None = None
-
-    def __enter__(self) -> ParameterReads:
-        self._before = [(module, module._parameters) for module in self.model.modules()]
-        for path, module in self.model.named_modules():
-            name = f"{type(module).__name__} ({path or 'the model itself'})"
-            vars(module)["_parameters"] = _NotingDict(module._parameters, functools.partial(self._note, name))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for module, parameters in self._before:
+    reads: list[tuple[str, bool]] = []
+    before = [(path, module, module._parameters) for path, module in model.named_modules()]
+    for path, module, parameters in before:
+        noting = vars(module)["_parameters"] = _NotingDict(parameters)
+        noting.first, noting.reads = dict(parameters), reads
+        noting.name = f"{type(module).__name__} ({path or 'the model itself'})"
+    try:
+        yield reads
+    finally:
+        for _, module, parameters in before:
             vars(module)["_parameters"] = parameters
-
-    def _note(self, name: str) -> None:
-        self.first = name if self.first is None else self.first
-        if not torch.is_grad_enabled() and on_the_stack(CheckpointFunction.forward):
-            self.reentrant = name
 
 
 class _NotingDict(dict[str, Any]):
-    """The parameters of a module, with a callback when one that requires grad is read as it was at first."""
+    """The parameters of a module, which note when one that requires grad is read as it was at first."""
 
-    def __init__(self, parameters: Mapping[str, Any], note: Any) -> None:
-        super().__init__(parameters)
-        self.first, self.note = dict(parameters), note
+    first: dict[str, Any]
+    reads: list[tuple[str, bool]]
+    name: str
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         if value is not None and value is self.first[name] and value.requires_grad:
-            self.note()
+            is_reentrant = not torch.is_grad_enabled() and on_the_stack(CheckpointFunction.forward)
+            self.reads.append((self.name, is_reentrant))
         return value

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from metagrad.memory.storages import Slot
+from metagrad.memory.storages import Ledger, Slot
 
 Path = tuple[tuple[str, "int | None"], ...]
 
@@ -55,24 +54,6 @@ def _step_label(name: str, index: int | None) -> str:
     return f"{name.removesuffix(AGAIN)}{number}{AGAIN * name.endswith(AGAIN)}"
 
 
-class Meter(Protocol):
-    """Bytes now, and their maximum since the last reset: a ledger of storages, or CUDA's allocator."""
-
-    @property
-    def total(self) -> int:
-        """The bytes in use."""
-        ...
-
-    @property
-    def window_peak(self) -> int:
-        """The maximum since the last reset."""
-        ...
-
-    def reset_window(self) -> None:
-        """Start a new maximum from the bytes in use."""
-        ...
-
-
 class AllocatorMeter:
     """The bytes of CUDA's caching allocator on one device: absolute, rounded up to its blocks.
 
@@ -106,7 +87,7 @@ class PhaseStack:
     duration.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Ledger | AllocatorMeter) -> None:
         self._meter = meter
         self._meter.reset_window()
         self.root: Phase = self._start(Phase())

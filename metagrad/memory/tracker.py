@@ -310,16 +310,8 @@ class TrackedRun:
 
     def record(self, phase: Phase) -> Record:
         """Return the record of a closed phase."""
-        return Record(
-            path=phase.path,
-            before=phase.before,
-            after=phase.after,
-            peak=phase.peak,
-            graph=phase.graph,
-            at_peak=self.at_peak(phase),
-            seconds=phase.seconds,
-            device=str(self._device),
-        )
+        sizes = (phase.before, phase.after, phase.peak, phase.graph, self.at_peak(phase))
+        return Record(phase.path, *sizes, phase.seconds, str(self._device))
 
     def peak_holder(self) -> Phase:
         """Return the phase that made most of the peak."""

@@ -20,7 +20,7 @@ from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleSnapshot, buffer_versions
 from metagrad.core.norms import unfused_attention
 from metagrad.core.reach import Reached
-from metagrad.core.substitution import ParameterReads
+from metagrad.core.substitution import noted_reads
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Params
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
@@ -259,7 +259,7 @@ class TaskExecutor:
         """Return whether a module of the model runs again in the backward pass, as checkpointed layers do.
 
         Raises:
-            ValueError: If the gradient of such a module would be incorrect.
+            ValueError: The gradient of such a module would be wrong.
         """
         if _torch.functorch_is_active() or torch.is_inference_mode_enabled():
             return False
@@ -269,49 +269,48 @@ class TaskExecutor:
             return False  # the tasks raise it again
 
     def _rerun_module(self, tasks: Tasks) -> str | None:
-        """Return the module that runs again in the backward pass, or None."""
+        """Return the module that runs again in the backward pass. None if there is none."""
         model = self.inner.objective.model
         if all(is_plain(m) and type(m).__module__.startswith(_PLAIN) for m in model.modules()):
             return None
-        reads = self._reads(tasks)
-        if reads.reentrant is not None:
-            raise ValueError(
-                f"{self.name}(batch): torch.utils.checkpoint(..., use_reentrant=True) around {reads.reentrant} gives "
-                "its parameters no gradient here. Pass use_reentrant=False, or call metagrad.checkpoint there."
-            )
-        if reads.first is None:
+        if (module := self._read_again(tasks)) is None:
             return None
         advice = "Call metagrad.checkpoint in place of torch.utils.checkpoint."
         if self.inner.objective.norms is not None:
             raise ValueError(
-                f"{self.name}(..., norm): {reads.first} runs again in the backward pass, where normalization layers "
-                f"do not follow norm. {advice}"
+                f"{self.name}(..., norm): {module} runs again in the backward pass, where normalization layers do "
+                f"not follow norm. {advice}"
             )
-        if (original := self._by_copy()._reads(tasks).first) is not None:
+        if (original := self._by_copy()._read_again(tasks)) is not None:
             raise ValueError(
                 f"{self.name}(batch): {original} runs again in the backward pass, where it has not the parameters "
                 f"of the task: a hook, a Function or a closure holds the module itself. {advice}"
             )
-        return reads.first
+        return module
 
-    def _reads(self, tasks: Tasks) -> ParameterReads:
-        """Return which parameters of the model a gradient of one task reads. Undo its changes."""
+    def _read_again(self, tasks: Tasks) -> str | None:
+        """Return the module whose parameters the gradient of one task reads. None if it reads none."""
         model, task = self.inner.objective.model, self._first(tasks)
-        forward, backward = ParameterReads(model), ParameterReads(model)
-        with torch.enable_grad(), self._undone():
+        forward, backward = [], []
+        with self._undone(), torch.enable_grad():
             try:
-                with forward:
+                with noted_reads(model) as forward:
                     outputs = [output for output in (self.probe(task, self.params),) if output.requires_grad]
                 inputs = [p for p in (*self.params.values(), *model.parameters()) if p.requires_grad]
-                with backward:
-                    torch.autograd.grad(
-                        outputs, inputs, list(map(torch.ones_like, outputs)), allow_unused=True
-                    )
+                with noted_reads(model) as backward:
+                    if outputs:
+                        cotangents = list(map(torch.ones_like, outputs))
+                        torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
             except Exception as error:
-                if forward.reentrant is None:
+                if not any(is_reentrant for _, is_reentrant in forward):
                     raise _ProbeError from error
-        backward.reentrant = forward.reentrant
-        return backward
+        for name, is_reentrant in forward:
+            if is_reentrant:
+                raise ValueError(
+                    f"{self.name}(batch): torch.utils.checkpoint(..., use_reentrant=True) around {name} gives no "
+                    "gradient here. Pass use_reentrant=False, or call metagrad.checkpoint there."
+                )
+        return next((name for name, _ in backward), None)
 
     def _by_copy(self) -> TaskExecutor:
         """Return an executor that calls copies of the model, which keep their parameters for the backward pass."""

@@ -74,7 +74,7 @@ def call_with(
     """
     with (
         substituted(model, values),
-        copied(model, unfused_attention) if by_copy else contextlib.nullcontext(model) as model,
+        copied(model, unfused_attention()) if by_copy else contextlib.nullcontext(model) as model,
     ):
         if norms is None:
             return call_on(model, x)
