@@ -138,7 +138,9 @@ def meta_gradient(model, kind=mg.MAML, **arguments):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*run one by one:UserWarning", "ignore:iMAML.*left a residual:UserWarning"
+    "ignore:.*run one by one:UserWarning",
+    "ignore:iMAML.*left a residual:UserWarning",
+    "ignore:.*preflight:UserWarning",
 )
 @pytest.mark.parametrize(
     ("name", "through"), [*((name, again) for name in MODELS), ("layers", reversed_), ("norms", reversed_)]
