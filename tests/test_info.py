@@ -11,7 +11,6 @@ import torch
 
 import metagrad
 from metagrad import info
-from metagrad.core.faults import Fault
 
 
 def test_info_names_versions_and_threads():
@@ -52,7 +51,7 @@ def test_the_known_faults_of_torch_are_there(fault):
 
 def test_probes_say_what_is_there(monkeypatch):
     monkeypatch.setattr(
-        info, "FAULTS", [Fault("sums", "adds", bool), Fault("products", "multiplies", lambda: True)]
+        info, "FAULTS", [info.Fault("sums", "adds", bool), info.Fault("products", "multiplies", lambda: True)]
     )
     assert info.probed().split() == ["gone", "sums", "adds", "present", "products", "multiplies"]
 
