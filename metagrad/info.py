@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +154,12 @@ class Fault(NamedTuple):
 
 def _compiled_alpha() -> bool:
     w, a, b = torch.ones(6, 3), torch.ones(6, 4), torch.ones(4, 3)
-    compiled = torch.compile(lambda w, a, b: torch.add(w, a @ b, alpha=-0.1), fullgraph=True)
+
+    def scaled(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.add(w, a @ b, alpha=-0.1)
+
+    untyped: Any = torch
+    compiled = untyped.compile(scaled, fullgraph=True)
     return not torch.allclose(compiled(w, a, b), w - 0.1 * (a @ b), rtol=1e-3)
 
 
