@@ -137,7 +137,7 @@ def test_every_public_function_has_an_example_and_every_class_or_what_makes_it()
     assert not sorted(value.__name__ for value in functions | classes)
 
 
-MADE_BY = re.compile(r":func:`[~.\w]+` makes")
+MADE_BY = re.compile(r":func:`[~.\w]+` (makes|returns)")
 ENTRY = re.compile(r"^    \*{0,2}(\w+(?:, \*{0,2}\w+)*)(?: \(.*\))?:\s", re.MULTILINE)
 OF_METHODS = re.compile(
     r"metagrad\.(curvature\.(estimators|solvers|spectrum)|hypergrad|meta\.(algorithms|maml)"
@@ -174,7 +174,7 @@ def parameters(value) -> set[str]:
         return set()
     if dataclasses.is_dataclass(value) and (declared := documented_fields(value)):
         return {field.name for field in declared}
-    return set(inspect.signature(value).parameters)
+    return set(inspect.signature(value).parameters) - {"unknown"}
 
 
 def raises(value) -> bool:
@@ -195,7 +195,7 @@ def is_method(value) -> bool:
     if not OF_METHODS.match(value.__module__) or inspect.isroutine(value):
         return bool(OF_METHODS.match(value.__module__))
     is_result = any(section(v, "Attributes") for v in value.__mro__) and section(value, "Args") is None
-    is_named_elsewhere = re.search(rf"^Base of|{MADE_BY.pattern}", value.__doc__)
+    is_named_elsewhere = re.search(rf"^Base class of|{MADE_BY.pattern}", value.__doc__)
     return not (is_plain(value) or issubclass(value, Enum) or is_result or is_named_elsewhere)
 
 

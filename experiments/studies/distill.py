@@ -33,7 +33,7 @@ from experiments.run.schema import key
 from experiments.studies import characters
 from experiments.studies.characters import Examples
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell, spread
-from metagrad.tasks.omniglot.splits import BACKGROUND
+from metagrad.tasks._groups import published_splits
 
 Params = dict[str, Tensor]
 DRAWERS = (14, 2, 4)  # of the 20 drawers of each character: for training, validation and test
@@ -42,6 +42,7 @@ INNER_TIME = 2.0  # the learning rate that learning begins with, times the inner
 RATES = (0.03, 0.1)  # learning rates on a small set, chosen on the validation images
 WATCH_EVERY = 20  # outer steps between looks at the accuracy on validation drawings
 MEMORIES = ("full", "step", "sqrt", "32MiB")
+BACKGROUND: dict[str, int] = published_splits()["Omniglot"]["background"]
 IMAGES, MIB = "images.pt", 2**20
 LIMIT, GAP = 1.5, 2  # limit of the color scale, and pixels between images
 SETS = {"random": "drawn at random", "herding": "herding", "all": "all drawings"}

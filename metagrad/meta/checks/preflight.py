@@ -50,7 +50,7 @@ def preflight(
     inner: Rule | None = None,
     steps: int | None = None,
 ) -> Preflight:
-    r"""Check a model before training: are its derivatives correct, and how much memory does a step need?
+    r"""Check the derivatives of a model before training, and estimate the memory of a step.
 
     The check has two parts. First, every operation of the model is looked up in a table of known PyTorch defects
     (:func:`metagrad.autograd.lint`). Second, every derivative up to ``order``,
