@@ -1,1 +1,1 @@
-"""What every folder uses: trees, substitution of parameters, captured state, the private names of torch."""
+"""Shared utilities: pytrees, parameter substitution, captured state, and the private names of torch."""

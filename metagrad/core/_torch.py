@@ -1,9 +1,9 @@
-"""The private names of torch that the library depends on, under names of their own, each with its reason.
+"""The private names of torch that the library depends on, each with its purpose.
 
-And, at the end, what torch leaves without types, under the types that it has.
+The end of the file gives types to public functions that torch leaves untyped.
 
-No other module under ``metagrad/`` uses a private name of torch. ``tests/test_torch_names.py`` holds them to that,
-bounds the number of names, and says which of them an installed torch lacks.
+No other module under ``metagrad/`` uses a private name of torch. ``tests/test_torch_names.py`` checks this, bounds
+the number of names, and lists the names that the installed torch lacks.
 """
 
 from __future__ import annotations
@@ -26,92 +26,92 @@ _torch: Any = torch
 # Trees
 
 pytree = torch.utils._pytree
-"""Nested dicts, lists, tuples and named tuples, as torch.func takes them. Torch has no public module for them."""
+"""The pytree module that torch.func uses. Torch has no public pytree module."""
 
 # torch.func
 
 functorch_is_active = _C._are_functorch_transforms_active
-"""Whether a transform of torch.func is active, inside which nothing can be recomputed."""
+"""Return whether a torch.func transform is active. Recomputation is not possible inside a transform."""
 
 is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is the wrapper of a transform, valid only while that is active."""
+"""Return whether a tensor is the wrapper of a transform. A wrapper is valid only while its transform is active."""
 
 is_batched = _C._functorch.is_batchedtensor
 is_legacy_batched = _C._functorch.is_legacy_batchedtensor
-"""Whether vmap, or ``is_grads_batched``, added a dimension to a tensor."""
+"""Return whether ``vmap`` or ``is_grads_batched`` added a dimension to a tensor."""
 
 get_unwrapped = functools.partial(torch.func.debug_unwrap, recurse=False)
-"""The tensor that a wrapper wraps: the same one transform further out."""
+"""Return the tensor inside a wrapper, which belongs to the next outer transform."""
 
 unwrap_dead_wrappers = torch._functorch.utils.unwrap_dead_wrappers
-"""Arguments without the wrappers of transforms that have ended; a Function is applied to nothing else."""
+"""Remove the wrappers of finished transforms from arguments. A Function needs arguments without such wrappers."""
 
 get_interpreter_stack = _C._functorch.get_interpreter_stack
 TransformType = _C._functorch.TransformType
-"""The active transforms, the outermost first, and their kinds: whether one of them differentiates."""
+"""The active transforms, outermost first, and the enum of their kinds."""
 
 functorch_level = _C._functorch.maybe_current_level
 functorch_level_of = _C._functorch.maybe_get_level
-"""The number of the innermost transform, and of the one that a tensor belongs to."""
+"""Return the level of the innermost transform, and the level of the transform that a tensor belongs to."""
 
 # Modes
 
 without_torch_function = _C.DisableTorchFunction
-"""A context in which neither function modes nor subclasses see the torch functions that are called."""
+"""Context manager that hides torch functions from both function modes and subclasses."""
 
 without_torch_function_of_subclasses = _C.DisableTorchFunctionSubclass
-"""A context in which subclasses do not see them, and function modes do."""
+"""Context manager that hides torch functions from subclasses but not from function modes."""
 
 with_torch_function = _C._EnableTorchFunction
 has_torch_function_of_subclasses = _C._is_torch_function_enabled
-"""A context in which subclasses see the torch functions that are called, and whether they do."""
+"""Context manager that shows torch functions to subclasses, and the function that returns whether they are shown."""
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-"""A mode that sees every operation below autograd."""
+"""Base class of modes that see every operation below autograd."""
 
 
 is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
-"""Whether a tensor wraps other tensors, which have the storages."""
+"""Return whether a tensor wraps other tensors that own the storages."""
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
-"""A tensor without memory, as torch.compile makes them while it traces."""
+"""The class of tensors without memory, which torch.compile uses during tracing."""
 
 included_dispatch_keys = _C._dispatch_tls_local_include_set
 excluded_dispatch_keys = _C._dispatch_tls_local_exclude_set
 force_dispatch_keys = _C._ForceDispatchKeyGuard
 DispatchKey = _C.DispatchKey
-"""The dispatch keys, set so that an operation on zero tensors finds the same kernel below a mode as without one."""
+"""The dispatch keys. Setting them selects the same kernel for zero tensors with and without a mode."""
 
 # The autograd graph
 
 saved_tensors_hooks_enabled = _C._autograd._saved_tensors_hooks_is_enabled
 innermost_saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
-"""The state of the saved-tensor hooks, which decide what a graph keeps."""
+"""The state of the saved-tensor hooks, which choose the tensors that a graph stores."""
 
 forward_mode = forward_ad._set_fwd_grad_enabled
-"""A context that switches forward mode on in the ``jvp`` of a Function."""
+"""Context manager that enables forward mode in the ``jvp`` of a Function."""
 
 
 def forward_level() -> int:
-    """Return the level of forward mode that is open, -1 if there is none."""
+    """Return the active level of forward mode, or -1 if there is none."""
     return forward_ad._current_level
 
 
 current_graph_task = _C._current_graph_task_id
-"""The number of the backward pass that is running, -1 outside of all: whether a module runs in one."""
+"""Return the number of the running backward pass, or -1 outside of backward passes."""
 
 
 # Kinds
 
 
 def averaging_wrapper() -> nn.parallel.DistributedDataParallel | None:
-    """Return the wrapper whose forward runs, if it will average the gradients of the next backward pass."""
+    """Return the running DDP wrapper if it will average the next gradients, or None."""
     wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
     return wrapper if wrapper is not None and wrapper.require_backward_grad_sync else None
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its own, so that it is not only its forward."""
+    """Return whether a module has hooks that run in addition to its ``forward``."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -122,7 +122,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
-"""The base classes of norms of every number of dimensions, also of those that users derive from them."""
+"""The base classes of batch and instance norms for every number of dimensions."""
 
 # Types
 
@@ -130,7 +130,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     class Function(torch.autograd.Function):
-        """A Function whose rules take what each is written for."""
+        """A Function whose static methods may have any signature."""
 
         forward: ClassVar[Callable[..., Any]]
         setup_context: ClassVar[Callable[..., Any]]
@@ -140,7 +140,7 @@ if TYPE_CHECKING:
         apply: ClassVar[Callable[..., Any]]
 
     class Module(nn.Module):
-        """A module that overrides how it is moved and loaded."""
+        """A module that overrides the methods for moving and loading parameters."""
 
         _apply: Callable[..., Any]
         _load_from_state_dict: Callable[..., Any]
@@ -163,7 +163,7 @@ else:
 
 
 class Context(Protocol):
-    """What the rules of a Function share; a rule names in a subclass what it puts there itself."""
+    """The ``ctx`` argument of the static methods of a Function. Subclasses add the attributes of a Function."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -174,7 +174,7 @@ class Context(Protocol):
 
 
 class VmapInfo(Protocol):
-    """What torch tells the ``vmap`` of a Function."""
+    """The ``info`` argument of the ``vmap`` method of a Function."""
 
     batch_size: int
 
@@ -189,11 +189,11 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 has_torch_function: Callable[[Tensor], bool] = torch.overrides.has_torch_function_unary
 add_safe_globals: Callable[[list[Any]], None] = _torch.serialization.add_safe_globals
 gradients_or_none: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.grad
-"""``torch.autograd.grad`` with ``allow_unused=True``: None for what the outputs do not depend on."""
+"""``torch.autograd.grad`` with ``allow_unused=True``. It returns None for unused inputs."""
 
 
 def distinct_and_places(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct values, ascending, and where among them each is."""
+    """Return the distinct values in ascending order, and the index of each value among them."""
     return _torch.unique(values, return_inverse=True)
 
 
@@ -204,15 +204,15 @@ def backward(
     create_graph: bool = False,
     inputs: Tensor | Sequence[Tensor] | None = None,
 ) -> None:
-    """Call ``tensor.backward``, which optimizers redirect."""
+    """Call ``tensor.backward``, which optimizers may override."""
     tensor.backward(gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def to_list(tensor: Tensor) -> list[Any]:
-    """Return a tensor of one dimension as a list of numbers, of more as nested lists."""
+    """Return a 1-D tensor as a list of numbers, or an N-D tensor as nested lists."""
     return tensor.tolist()
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model and their paths, itself first, under the empty one."""
+    """Yield the path and the module of each module in a model. The model is first and has an empty path."""
     return model.named_modules()

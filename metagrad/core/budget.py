@@ -1,4 +1,4 @@
-"""What ``memory=`` accepts, and how much memory a device has free."""
+"""The values of ``memory=``, and the free memory of a device."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from metagrad.core.tree import Tree, dissect
 MemoryMode = Literal["full", "step", "sqrt", "auto"]
 
 Memory: TypeAlias = "MemoryMode | str | int | float"
-"""A mode, or a budget: a number of bytes, or a string such as ``"512MiB"``, ``"2GB"``."""
+"""A checkpointing policy, or a budget in bytes, such as ``2e9``, ``"512MiB"`` or ``"2GB"``."""
 
 Bytes: TypeAlias = "str | int | float"
-"""A number of bytes, or a string such as ``"64MiB"``."""
+"""A size in bytes, such as ``2e9`` or ``"64MiB"``."""
 
 _UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmg]?i?b|)\s*", re.IGNORECASE)
 
 
 class BudgetError(ValueError):
-    """A budget is smaller than what one step needs."""
+    """Error for a budget that is too small for one step."""
 
 
 def checked_memory(call: str, memory: Memory) -> MemoryMode | int:
-    """Return the mode that ``memory`` names, or its budget in bytes."""
+    """Return ``memory`` as a policy, or as a budget in bytes. Raise ``ValueError`` if it is neither."""
     if memory in get_args(MemoryMode):
         return memory  # type: ignore[return-value]
     if (budget := _parsed(memory)) is not None:
@@ -41,14 +41,14 @@ def checked_memory(call: str, memory: Memory) -> MemoryMode | int:
 
 
 def checked_bytes(call: str, name: str, value: Bytes) -> int:
-    """Return an argument as a number of bytes."""
+    """Return an argument in bytes. Raise ``ValueError`` if it is not a size."""
     if (number := _parsed(value)) is not None:
         return number
     raise ValueError(f'{call}: {name} must be bytes, such as 2e9 or "64MiB", got {value!r}.')
 
 
 def _parsed(value: Bytes) -> int | None:
-    """Return a number of bytes of at least one; None if the value is not one."""
+    """Return a size in bytes, or None if the value is not a size of at least one byte."""
     if isinstance(value, str):
         match = _BUDGET.fullmatch(value)
         value = float(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
@@ -57,7 +57,7 @@ def _parsed(value: Bytes) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how much memory is free on a device, together with what torch holds in reserve."""
+    """Return the free memory of a device in bytes, including the unused memory reserved by torch."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
@@ -65,6 +65,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_of(*trees: Tree) -> torch.device:
-    """Return where the first tensor is."""
+    """Return the device of the first tensor, or the CPU if there is none."""
     tensors: list[Tensor] = dissect(trees)[0]
     return tensors[0].device if tensors else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The library's one function mode: functions of torch are replaced by handlers, from a table."""
+"""The function mode of the library, which replaces torch functions by handlers from a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metagrad.core import _torch
 
 
 class _Active(threading.local):
-    """The modes whose ``with`` blocks this thread is in, the outermost first."""
+    """The active modes of this thread, outermost first."""
 
     def __init__(self) -> None:
         self.modes: list[Dispatch] = []
@@ -23,13 +23,13 @@ _active = _Active()
 
 
 class Dispatch(TorchFunctionMode):
-    """Call handlers in place of functions of torch, within a ``with`` block.
+    """Context manager that replaces torch functions by handlers.
 
-    A recomputation runs in the modes that its call ran in. Subclasses may override :meth:`called`, which every
-    function without a handler goes through.
+    A recomputation enters the modes that were active in the original call. Functions without a handler go through
+    :meth:`called`, which subclasses may override.
 
     Args:
-        table: Handlers, called with the arguments of the function that they replace.
+        table: The handler of each function. A handler takes the same arguments as its function.
     """
 
     def __init__(self, table: Mapping[Callable[..., Any], Callable[..., Any]] | None = None) -> None:
@@ -67,7 +67,7 @@ class Dispatch(TorchFunctionMode):
 
 
 class DispatchState:
-    """The modes that are active now, and whether tensor subclasses take part, to be so again later."""
+    """Snapshot of the active modes and of ``__torch_function__`` for subclasses, which can be restored later."""
 
     def __init__(self) -> None:
         self.modes = list(_active.modes)
@@ -75,9 +75,10 @@ class DispatchState:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
-        """Enter the modes that are not active, within a ``with`` block.
+        """Context manager that enters the recorded modes that are not active.
 
-        Torch takes a mode off its stack while the mode handles ``torch.autograd.grad``, and subclasses likewise.
+        While a mode handles ``torch.autograd.grad``, torch removes the mode from its stack. In the same way, torch
+        disables a subclass while the subclass handles a function.
         """
         with contextlib.ExitStack() as stack:
             if self.has_subclasses and not _torch.has_torch_function_of_subclasses():

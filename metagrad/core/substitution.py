@@ -1,4 +1,4 @@
-"""Substitution of other tensors for the parameters and buffers of modules, for the duration of a call."""
+"""Temporary substitution of other tensors for the parameters and buffers of modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _blocks: list[object] = []
 
 
 def tensor_places(*modules: nn.Module) -> list[tuple[Place, Tensor]]:
-    """Return the places of the parameters and buffers of modules, and what they hold."""
+    """Return the parameters and buffers of modules, each with its place."""
     return [
         (Place(holder, name), tensor)
         for root in modules
@@ -35,20 +35,20 @@ def tensor_places(*modules: nn.Module) -> list[tuple[Place, Tensor]]:
 
 
 def sole_use(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Keep other threads from calling a model with other weights, within a ``with`` block.
+    """Context manager that prevents other threads from calling a model with substituted weights.
 
     Raises:
-        RuntimeError: Another thread does so.
+        RuntimeError: Another thread is already calling the model with substituted weights.
     """
     return claimed(place for place, _ in tensor_places(model))
 
 
 @contextlib.contextmanager
 def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> Generator[None]:
-    """Substitute tensors for the parameters with these ids, within a ``with`` block. Tied weights stay tied.
+    """Context manager that substitutes tensors for the parameters with these ids. Tied weights stay tied.
 
-    :func:`torch.func.functional_call` does not restore the parameters of a module that occurs twice in a model
-    (torch 2.13).
+    In torch 2.13, :func:`torch.func.functional_call` does not restore the parameters of a module that occurs twice
+    in a model.
     """
     places = [
         (Place(module._parameters, name), param)
@@ -62,7 +62,7 @@ def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> Generator[None]:
 
 @contextlib.contextmanager
 def own_buffers(modules: Iterable[nn.Module]) -> Generator[None]:
-    """Let modules write to copies of their buffers, within a ``with`` block."""
+    """Context manager in which modules write to copies of their buffers."""
     before = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
     try:
         for buffers, kept in before:
@@ -78,15 +78,15 @@ def own_buffers(modules: Iterable[nn.Module]) -> Generator[None]:
 def copied(
     model: nn.Module, decorate: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Generator[nn.Module]:
-    """Yield a copy of a model that keeps the parameters that the model has now, also after the ``with`` block.
+    """Yield a copy of a model that keeps the current parameters of the model, even after the ``with`` block.
 
-    A model that computes parts of its forward pass again in the backward pass, as :func:`torch.utils.checkpoint`
-    does, calls the copy there. The copy shares buffers and hooks with the model. What a forward pass assigns to
-    attributes of the copy is assigned to the model, too.
+    A model may recompute parts of its forward pass in the backward pass, as :func:`torch.utils.checkpoint` does. The
+    recomputation then calls the copy. The copy shares buffers and hooks with the model. If a forward pass assigns
+    an attribute of the copy, the model receives the same value when the block ends.
 
     Args:
         model: The model.
-        decorate: Decorates the ``forward`` of each copied module, which also runs in the backward pass.
+        decorate: Decorator of the ``forward`` of each copied module. ``forward`` may also run in the backward pass.
     """
     copies = {module: object.__new__(type(module)) for module in model.modules()}
     assigned = []
@@ -102,7 +102,7 @@ def copied(
 
 
 def _of_copies(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
-    """Return a value that refers to copies where it refers to modules."""
+    """Return a value in which the modules are replaced by their copies."""
     again = functools.partial(_of_copies, copies=copies)
     if isinstance(value, nn.Module):
         return copies.get(value, value)
@@ -120,17 +120,17 @@ def _of_copies(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
 
 @contextlib.contextmanager
 def checked_reruns(call: str, *, nested: bool = False) -> Generator[None]:
-    """Raise for a module that runs again in a backward pass with other parameters, within a ``with`` block.
+    """Context manager that raises if a module runs again in a backward pass with other parameters.
 
-    :func:`torch.func.functional_call` puts parameters into a module for the duration of a call. What runs again
-    later, such as the layers in :func:`torch.utils.checkpoint`, would read the parameters of the module itself.
+    :func:`torch.func.functional_call` puts parameters into a module for the duration of a call. Layers that run
+    again later, as in :func:`torch.utils.checkpoint`, would read the original parameters of the module.
 
     Args:
-        call: How errors name the call.
-        nested: Whether to check only within another such block.
+        call: Name of the call in error messages.
+        nested: If True, check only within another ``checked_reruns`` block.
 
     Raises:
-        RuntimeError: A module is about to do so.
+        RuntimeError: A module is about to run again with other parameters.
     """
     if nested and not _blocks:
         yield
@@ -166,11 +166,11 @@ def checked_reruns(call: str, *, nested: bool = False) -> Generator[None]:
 
 @contextlib.contextmanager
 def noted_reads(model: nn.Module) -> Generator[list[tuple[str, bool]]]:
-    """Note which parameters that require grad are read from the modules of a model, within a ``with`` block.
+    """Context manager that records which parameters with ``requires_grad=True`` are read from the modules of a model.
 
     Yields:
-        The list of reads. Each is the class and path of the module, and whether :func:`torch.utils.checkpoint` calls
-        the module with ``use_reentrant=True``.
+        The list of reads. Each entry has the class and path of the module. Its flag is True if
+        :func:`torch.utils.checkpoint` calls the module with ``use_reentrant=True``.
     """
     reads: list[tuple[str, bool]] = []
     before = [(path, module, module._parameters) for path, module in model.named_modules()]
@@ -186,7 +186,7 @@ def noted_reads(model: nn.Module) -> Generator[list[tuple[str, bool]]]:
 
 
 class _NotingDict(dict[str, Any]):
-    """The parameters of a module, which note when one that requires grad is read as it was at first."""
+    """A parameter dict that records reads of the original parameters with ``requires_grad=True``."""
 
     first: dict[str, Any]
     reads: list[tuple[str, bool]]

@@ -1,4 +1,4 @@
-"""The tape: its nodes, and whether derivatives are taken on it or by transforms of torch.func around a call."""
+"""The autograd graph: its nodes, and queries about active torch.func transforms."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from metagrad.core import _torch
 
 
 def graph_nodes(roots: Iterable[Tensor], visited: set[Node] | None = None) -> Iterator[Node]:
-    """Walk every node of the graph that leads to some tensors, each once.
+    """Yield each node of the autograd graph of some tensors once.
 
     Args:
-        roots: Where to begin.
-        visited: Nodes not to enter; the nodes walked are added.
+        roots: Tensors where the walk starts.
+        visited: Nodes to skip. The walk adds its nodes to this set.
     """
     seen = set() if visited is None else visited
     stack = [node for tensor in roots if (node := tensor.grad_fn) is not None and node not in seen]
@@ -30,17 +30,17 @@ def graph_nodes(roots: Iterable[Tensor], visited: set[Node] | None = None) -> It
 
 
 def is_transformed() -> bool:
-    """Say whether a torch.func transform is active."""
+    """Return whether a torch.func transform is active."""
     return _torch.functorch_is_active()
 
 
 def is_differentiated() -> bool:
-    """Say whether a transform is active that differentiates: a constant would silently have a derivative of zero."""
+    """Return whether a differentiating transform is active, which silently gives constants a derivative of zero."""
     return is_transformed() and any(kind != _torch.TransformType.Vmap for kind in _kinds())
 
 
 def is_on_the_tape(tensors: list[Tensor]) -> bool:
-    """Say whether reverse mode is all that is active, and its innermost level differentiates all of the tensors."""
+    """Return whether only reverse mode is active, and its innermost level differentiates all of the tensors."""
     return all(kind == _torch.TransformType.Grad for kind in _kinds()) and all(
         tensor.requires_grad and _torch.functorch_level_of(tensor) == _torch.functorch_level()
         for tensor in tensors

@@ -1,6 +1,6 @@
-"""Trees: nested dicts, lists, tuples and named tuples of tensors, flattened once and named for errors.
+"""Pytrees: nested dicts, lists, tuples and named tuples of tensors.
 
-The structure is torch's own pytree, so whatever torch.func takes, metagrad takes.
+metagrad uses the pytrees of torch, so it accepts every structure that torch.func accepts.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from metagrad.core import _torch
 from metagrad.core._torch import pytree
 
 Tree: TypeAlias = Any
-"""A tensor, or a dict, list, tuple or named tuple of trees."""
+"""A pytree: a tensor, or a dict, list, tuple or named tuple of pytrees."""
 
 Params: TypeAlias = dict[str, Tensor]
-"""Parameters by name, as ``dict(model.named_parameters())`` gives them; stacked tasks come first in a shape."""
+"""Parameters by name, as in ``dict(model.named_parameters())``. With vectorized tasks, dimension 0 is the task."""
 
 LossFn: TypeAlias = Callable[[Tree, Tree], Tensor]
-"""``loss_fn(output, y)``: what the model returns and the targets, to a tensor with one element."""
+"""``loss_fn(output, y)``, which maps the model output and the targets to a tensor with one element."""
 
 ATOMS: frozenset[type] = frozenset(
     {int, float, bool, complex, str, bytes, type(None), type(...)}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-"""The types of plain values, which compare by what they are."""
+"""Types of plain Python and torch constants, which can be compared by value."""
 
 TreeSpec = pytree.TreeSpec
 IsLeaf: TypeAlias = Callable[[Any], bool]
 
 
 class _TreeMap(Protocol):
-    """Map the leaves of one tree, or of several of one structure."""
+    """The type of ``tree_map``, which maps over the leaves of pytrees with the same structure."""
 
     @overload
     def __call__(self, func: Callable[[Any], object], tree: Tree, /) -> Tree: ...
@@ -52,12 +52,12 @@ tree_unflatten = pytree.tree_unflatten
 
 
 def leaf_names(tree: Tree, root: str = "", is_leaf: IsLeaf | None = None) -> list[str]:
-    """Name every leaf by its path, as Python would write it: ``params['layer.weight']``."""
+    """Return the path of every leaf as a Python expression, such as ``params['layer.weight']``."""
     return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree, is_leaf)[0]]
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """Collect the tensors in nested lists, tuples and dicts, as the arguments of a torch function hold them."""
+    """Return the tensors in nested lists, tuples and dicts, such as the arguments of a torch function."""
     found: list[Tensor] = []
     _collect(value, found)
     return found
@@ -69,7 +69,7 @@ def _collect(value: object, found: list[Tensor]) -> None:
         return
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     for item in items:
-        # Without a call for each leaf: recorders look at the arguments of every torch function.
+        # This runs for the arguments of every recorded function, so there is no recursive call for a leaf.
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, (list, tuple, dict)):
@@ -77,12 +77,12 @@ def _collect(value: object, found: list[Tensor]) -> None:
 
 
 def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a namespace that are numbers, strings and the like."""
+    """Return the entries of a namespace whose types are in ``ATOMS``."""
     return {key: value for key, value in namespace.items() if type(value) in ATOMS}
 
 
 class _Hole:
-    """The place of a tensor among constants."""
+    """Placeholder for a tensor in a structure."""
 
     def __repr__(self) -> str:
         return "<tensor>"
@@ -95,8 +95,8 @@ class _Branch(NamedTuple):
     """A container without its tensors.
 
     Attributes:
-        make: Makes the container of its parts.
-        parts: Branches, constants and holes.
+        make: Function that builds the container from a list of its parts.
+        parts: Branches, constants and placeholders.
     """
 
     make: Callable[[list[Any]], Any]
@@ -104,17 +104,17 @@ class _Branch(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """A tree without its tensors."""
+    """A pytree without its tensors."""
 
     form: Any
 
     def fill(self, tensors: Sequence[Tensor]) -> Tree:
-        """Build the tree from other tensors, in the order of the original's."""
+        """Build the pytree from other tensors, in the order of the original tensors."""
         return _fill(self.form, iter(tensors))
 
 
 def dissect(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """Take a tree apart into its tensors and its :class:`Structure`."""
+    """Split a pytree into its tensors and its :class:`Structure`."""
     tensors: list[Tensor] = []
     return tensors, Structure(_take_apart(tree, tensors))
 
@@ -152,26 +152,27 @@ def _fill(form: Any, supply: Iterator[Tensor]) -> Tree:
 
 
 def constants(tree: Tree) -> Tree:
-    """Cut every tensor from its graph."""
+    """Detach every tensor. The results do not require grad."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def detached(tree: Tree) -> Tree:
-    """Cut every tensor from its graph; a leaf that required grad still does."""
+    """Detach every tensor. The results keep the ``requires_grad`` flags of the originals."""
     return tree_map(fresh_leaf, tree)
 
 
 def fresh_leaf(value: Any) -> Any:
-    """Return a graph leaf that shares the tensor's memory and its ``requires_grad``; constants pass."""
+    """Return a detached tensor with the same memory and ``requires_grad``. Other values are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return as_variable(value, value) if value.requires_grad else value.detach()
 
 
 def as_variable(value: Tensor, like: Tensor) -> Tensor:
-    """Return a value to differentiate with respect to; ``like`` is a variable of any active torch.func transform.
+    """Return a detached tensor that can be differentiated with respect to.
 
-    Such a transform takes no leaves but its own: there the result depends on ``like``, with a derivative of zero.
+    A torch.func transform does not accept new graph leaves. Inside a transform, the result therefore depends on
+    ``like``, with a derivative of zero. ``like`` must be a variable of the active transform.
     """
     value = value.detach()
     if not _torch.functorch_is_active():
@@ -184,20 +185,20 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return a tensor in the dtype that it is summed and moved in: float32 for half precision, else its own."""
+    """Return a half-precision tensor in float32, and other tensors unchanged."""
     return x.float() if x.dtype in HALF else x
 
 
 def zeros_for_none(gradients: Iterable[Tensor | None], like: Iterable[Tensor]) -> list[Tensor]:
-    """Return gradients, of zeros where there are none."""
+    """Return gradients, with None replaced by zeros."""
     return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, like, strict=True)]
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Add gradients, of which None is zero."""
+    """Add two gradients. None counts as zero."""
     return b if a is None else a if b is None else a + b
 
 
 def is_differentiable(tensor: Tensor) -> bool:
-    """Say whether a tensor of this dtype can carry a gradient."""
+    """Return whether tensors of this dtype can have a gradient."""
     return torch.is_floating_point(tensor) or torch.is_complex(tensor)
