@@ -126,7 +126,7 @@ def test_added_keys_are_refused(composed, key):
 
 
 def test_a_convolutional_model_of_sinusoids_is_refused(composed):
-    with pytest.raises(OmegaConfBaseException, match=r"Interpolation key 'task\.ways' not found"):
+    with pytest.raises(ValueError, match=r"a task without classes has no task\.ways; give model\.ways=VALUE"):
         composed("model=conv4")
 
 

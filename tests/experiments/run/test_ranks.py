@@ -77,7 +77,7 @@ def run_folder(path):
 
 def test_processes_have_one_folder_and_the_first_alone_writes(launched):
     launched(run_id="abc")
-    assert ranks.command_line(["seed=1"]) == ["seed=1", "hydra.run.dir='outputs/abc'"]
+    assert ranks.command_line(["seed=1"]) == ["seed=1", "hydra.run.dir=outputs/abc"]
     launched(rank=1, run_id="abc")
     assert ranks.command_line(["seed=1"]) == ["seed=1", "hydra.run.dir='outputs/abc'", *SILENT]
     assert ranks.command_line(["hydra.run.dir=x"]) == ["hydra.run.dir=x", *SILENT]
