@@ -29,7 +29,6 @@ from experiments.run.schema import (
 )
 from metagrad import optim
 from metagrad.meta import Options
-from metagrad.meta.options import read_options
 from metagrad.optim import rules
 
 TYPES: dict[str, Any] = {
@@ -59,12 +58,10 @@ def arguments(make: Any, inherited: bool = False) -> Iterator[Argument]:
     sentences, passes_on = arguments_of(f"{make.__module__}.{make.__qualname__}"), False
     for name, argument in inspect.signature(make).parameters.items():
         if argument.kind is inspect.Parameter.VAR_KEYWORD:
-            builds_options = (
-                isinstance(make, type) and read_options.__name__ in make.__init__.__code__.co_names
-            )
-            if builds_options:
+            takes_options = isinstance(make, type) and "read_options" in make.__init__.__code__.co_names
+            if takes_options:
                 yield from arguments(Options, inherited)
-            passes_on = isinstance(make, type) and not builds_options
+            passes_on = isinstance(make, type) and not takes_options
         else:
             words = argument.annotation
             text = words if isinstance(words, str) else inspect.formatannotation(words)

@@ -79,9 +79,9 @@ def test_processes_have_one_folder_and_the_first_alone_writes(launched):
     launched(run_id="abc")
     assert ranks.command_line(["seed=1"]) == ["seed=1", "hydra.run.dir=outputs/abc"]
     launched(rank=1, run_id="abc")
-    assert ranks.command_line(["seed=1"]) == ["seed=1", "hydra.run.dir='outputs/abc'", *SILENT]
+    assert ranks.command_line(["seed=1"]) == ["seed=1", "hydra.run.dir=outputs/abc", *SILENT]
     assert ranks.command_line(["hydra.run.dir=x"]) == ["hydra.run.dir=x", *SILENT]
-    assert ranks.command_line(["resume=x.pt"]) == ["resume=x.pt", "hydra.run.dir='outputs/abc'", *SILENT]
+    assert ranks.command_line(["resume=x.pt"]) == ["resume=x.pt", "hydra.run.dir=outputs/abc", *SILENT]
 
 
 @pytest.mark.parametrize("given", [[], ["hydra.run.dir=outputs/${now:%H}"]])
