@@ -1,6 +1,7 @@
-"""What a computation takes from its surroundings, to be set up again later.
+"""Snapshots of the global state that a computation depends on, which a recomputation restores.
 
-Random numbers of torch, NumPy and Python; autocast; and the flags of torch that choose dtypes, devices and kernels.
+The state consists of random generators (torch, NumPy and Python), autocast, and global torch settings. The settings
+choose dtypes, devices and kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Compare two states of one generator."""
+    """Return whether two states of a generator are equal."""
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second)
     if isinstance(first, np.ndarray):
@@ -28,7 +29,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 class _Generator(NamedTuple):
-    """A random generator, and the library it belongs to."""
+    """A random generator and its library."""
 
     library: str
     get: Callable[[], Any]
@@ -53,11 +54,11 @@ def _generators(others: Iterable[torch.Generator]) -> Iterator[_Generator]:
 
 
 class RandomState:
-    """The state of random generators, kept only if a call draws from them.
+    """Snapshot of random generators. After :meth:`close`, it stores only the generators that a call has used.
 
     Args:
-        generators: Generators of torch besides the global ones of torch, NumPy and Python.
-        libraries: The libraries whose global generators count; None means all. Torch always counts.
+        generators: Torch generators, in addition to the global generators of torch, NumPy and Python.
+        libraries: Libraries whose global generators are recorded, or None for all. Torch is always recorded.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class RandomState:
         ]
 
     def close(self) -> None:
-        """Forget the states that the call left as they were."""
+        """Discard the states of generators that the call did not use."""
         self.states = [(g, state) for g, state in self.states if not _is_same(state, g.get())]
 
     def moved(self) -> set[str]:
-        """Return the libraries that have drawn since."""
+        """Return the libraries whose generators were used since the snapshot."""
         return {g.library for g, state in self.states if not _is_same(state, g.get())}
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
-        """Draw again what the recorded call drew, and leave the generators untouched."""
+        """Context manager that repeats the random numbers of the recorded call and then resets the generators."""
         now = [(generator, generator.get()) for generator, _ in self.states]
         self.restore()
         try:
@@ -89,7 +90,7 @@ class RandomState:
                 generator.set(state)
 
     def restore(self) -> None:
-        """Set the generators back."""
+        """Set the generators to the recorded states."""
         for generator, state in self.states:
             generator.set(state)
 
@@ -113,11 +114,11 @@ _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
         )
     ),
 ]
-"""The functions that return and set a global setting of torch."""
+"""The getter and the setter of each global torch setting."""
 
 
 class Flags:
-    """Settings of torch that choose dtypes, devices and kernels."""
+    """Snapshot of the global torch settings that choose dtypes, devices and kernels."""
 
     def __init__(self) -> None:
         self.values = [get() for get, _ in _FLAGS]
@@ -125,7 +126,7 @@ class Flags:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
-        """Set the flags that have changed since back, within a ``with`` block."""
+        """Context manager that restores the settings that have changed since the snapshot."""
         now = Flags()
         setters = (set_ for _, set_ in _FLAGS)
         changed = [
@@ -142,7 +143,7 @@ class Flags:
 
 
 class AutocastState:
-    """The autocast state of every device type in use."""
+    """Snapshot of the autocast state of every device type in use."""
 
     def __init__(self) -> None:
         kinds = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
@@ -152,7 +153,7 @@ class AutocastState:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
-        """Cast as the recorded call did; without a cache, whose entries would outlive the recomputation."""
+        """Context manager that restores autocast. The cache is off, since it would outlive a recomputation."""
         with contextlib.ExitStack() as stack:
             for kind, (enabled, dtype) in self.kinds.items():
                 if enabled or torch.is_autocast_enabled(kind):
@@ -164,7 +165,7 @@ class AutocastState:
 
 @contextlib.contextmanager
 def forward_mode() -> Generator[None]:
-    """Silence torch's own deprecation warning: forward mode builds decompositions with torch.jit on first use."""
+    """Context manager that hides the deprecation warning of ``torch.jit.script`` on the first use of forward mode."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", DeprecationWarning)
         yield

@@ -1,20 +1,16 @@
-"""Checks of arguments, made once, where users pass them; and warnings.
+"""Argument checks for public functions, and warnings.
 
-Every check takes how errors name the call and its argument, the value, and what is allowed. It returns the value, or
-raises an error of one form: ``MAML(..., steps): expected an int of 1 or more, got 0.``
+Every check takes the name of the call and its argument, the value, and the allowed values. It returns the value, or
+raises an error such as ``MAML(..., steps): expected an int of 1 or more, got 0.``
 
-=================================================== ============================================================
-check                                               accepts
-=================================================== ============================================================
-``check_count("f(..., n)", n, least=1)``            an int of at least so much
-``check_number("f(..., x)", x, least=0, below=1)``  a number in ``[least, below)``
-``check_positive("f(..., x)", x)``                  a finite number above 0
-``check_choice("f(..., mode)", mode, choices)``     one of the choices, a sequence or a ``Literal``
-``check_type("f(..., x)", x, Tensor)``              an instance of one of the types
-``check_function("f(fn)", "fn", fn)``               something that can be called, and is no class of a module
-=================================================== ============================================================
+- ``check_count("f(..., n)", n, least=1)`` accepts an int of at least ``least``.
+- ``check_number("f(..., x)", x, least=0, below=1)`` accepts a number in ``[least, below)``.
+- ``check_positive("f(..., x)", x)`` accepts a finite number above 0.
+- ``check_choice("f(..., mode)", mode, choices)`` accepts an element of a sequence or a value of a ``Literal``.
+- ``check_type("f(..., x)", x, Tensor)`` accepts an instance of one of the types.
+- ``check_function("f(fn)", "fn", fn)`` accepts a callable that is not a module class.
 
-``optional=True`` accepts None as well. ``refuse(call, expected, got)`` raises such an error for any other condition.
+``optional=True`` also accepts None. ``refuse(call, expected, got)`` raises such an error for other conditions.
 """
 
 from __future__ import annotations
@@ -40,17 +36,17 @@ _INSIDE = (
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether a value is an integer, which True and False are not."""
+    """Return whether a value is an int but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is an int or a float, which True and False are not."""
+    """Return whether a value is an int or a float but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_a(value: object, *kinds: type[T]) -> TypeGuard[T]:
-    """Return whether a value is of one of some types, also where its declared type says so."""
+    """Return whether a value has one of the types. Type checkers accept this call for every declared type."""
     return isinstance(value, kinds)
 
 
@@ -70,12 +66,12 @@ def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
 
 
 def refuse(call: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error that names the call, what it expects and what it got."""
+    """Raise an error with the call, the expected value and the actual value."""
     raise error(f"{call}: expected {expected}, got {got!r}.")
 
 
 def check_count(call: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
-    """Raise ``ValueError`` unless a value is an int of at least so much."""
+    """Raise ``ValueError`` unless a value is an int of at least ``least``."""
     if not (optional and value is None) and (not is_integer(value) or value < least):
         refuse(call, f"{'None or ' * optional}an int of {least} or more", value)
     return value
@@ -84,7 +80,7 @@ def check_count(call: str, value: Any, least: int = 1, *, optional: bool = False
 def check_number(
     call: str, value: Any, least: float = -math.inf, below: float = math.inf, *, optional: bool = False
 ) -> Any:
-    """Raise ``ValueError`` unless a value is an int or a float from ``least`` to ``below``, which is excluded."""
+    """Raise ``ValueError`` unless a value is an int or a float in ``[least, below)``."""
     if (optional and value is None) or (is_number(value) and least <= value < below):
         return value
     bounds = [f" of {least:g} or more"] * (least > -math.inf) + [f" below {below:g}"] * (below < math.inf)
@@ -99,7 +95,7 @@ def check_positive(call: str, value: Any, *, optional: bool = False) -> Any:
 
 
 def check_choice(call: str, value: T, choices: Any) -> T:
-    """Raise ``ValueError`` unless a value is one of a sequence or of the values of a ``Literal``."""
+    """Raise ``ValueError`` unless a value is an element of a sequence or a value of a ``Literal``."""
     known = tuple(get_args(choices) or choices)
     if value not in known:
         refuse(call, f"one of {', '.join(map(repr, known))}", value)
@@ -107,7 +103,7 @@ def check_choice(call: str, value: T, choices: Any) -> T:
 
 
 def check_type(call: str, value: Any, *kinds: type[Any], optional: bool = False) -> Any:
-    """Raise ``TypeError`` unless a value is of one of some types."""
+    """Raise ``TypeError`` unless a value has one of the types."""
     if not (optional and value is None) and not isinstance(value, kinds):
         names = " or ".join([*["None"] * optional, *(kind.__name__ for kind in kinds)])
         raise TypeError(f"{call}: expected {names}, got {type(value).__name__}.")
@@ -115,7 +111,7 @@ def check_type(call: str, value: Any, *kinds: type[Any], optional: bool = False)
 
 
 def check_function(call: str, name: str, function: Any) -> Any:
-    """Raise ``TypeError`` for what cannot be called, and for the class of a module in place of one."""
+    """Raise ``TypeError`` if a value is not callable, or is a module class instead of a module."""
     if isinstance(function, type) and issubclass(function, torch.nn.Module):
         raise TypeError(
             f"{call}: {name} must be a function or a module, got the class {function.__name__}. Make one of it: "
@@ -129,7 +125,7 @@ def check_function(call: str, name: str, function: Any) -> Any:
 
 
 def warn(message: str) -> None:
-    """Issue a ``UserWarning`` for the innermost line that is neither the library's nor torch's."""
+    """Issue a ``UserWarning`` for the innermost line outside of metagrad and torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1

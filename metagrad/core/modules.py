@@ -1,8 +1,8 @@
-"""The modules that a function calls, as they are when it is called: flags, numbers, and which tensor a buffer is.
+"""Snapshots of the state of modules: flags, attributes, hooks and buffers.
 
-Modules change while a loss is computed and afterwards: by ``eval()``, another ``p`` of dropout, a counter in
-``forward``, ``self.mean = 0.9 * self.mean + ...``. A second run is to find them as the first one did, and to leave no
-trace.
+Modules can change during and after a loss computation. Examples are ``eval()``, a new dropout probability, a counter
+in ``forward``, and ``self.mean = 0.9 * self.mean + ...``. A recomputation must start from the original state and must
+not change the current one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from metagrad.core._torch import is_functorch_wrapped
 
 LARGE = 2**14
-"""Numbers of a constant, beyond which a loop keeps no copy of it."""
+"""Maximum number of elements of a constant that a loop copies."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 _CONTAINERS = {dict, OrderedDict, list, set}
@@ -26,10 +26,10 @@ _INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
 
 
 def check_substitutable(call: str, modules: Iterable[nn.Module]) -> None:
-    """Refuse modules in whose calls other parameters cannot be substituted for their own.
+    """Raise an error if the parameters of a module cannot be substituted.
 
     Raises:
-        TypeError: There is one that TorchScript has compiled.
+        TypeError: A module is compiled by TorchScript.
         ValueError: A parameter is sharded, or a lazy module is not initialized.
     """
     for module in modules:
@@ -50,10 +50,10 @@ def check_substitutable(call: str, modules: Iterable[nn.Module]) -> None:
 
 
 def refuse_sharded(call: str, params: Mapping[str, Any]) -> None:
-    """Refuse DTensors, of which the process has a part.
+    """Raise an error if a parameter is sharded over ranks.
 
     Raises:
-        ValueError: A parameter is one.
+        ValueError: A parameter is a DTensor.
     """
     for name, param in params.items():
         if is_sharded(param):
@@ -64,10 +64,10 @@ def refuse_sharded(call: str, params: Mapping[str, Any]) -> None:
 
 
 def refuse_freed(call: str, params: Mapping[str, Any]) -> None:
-    """Refuse parameters whose memory was given back, as fully_shard does once their gradients are there.
+    """Raise an error if the memory of a parameter is freed, as ``fully_shard`` does after the backward pass.
 
     Raises:
-        ValueError: A parameter is one.
+        ValueError: The storage of a parameter is empty.
     """
     for name, param in params.items():
         if is_freed(param):
@@ -84,14 +84,14 @@ _UNSHARDED = (
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Say whether a tensor has elements, and its storage has none."""
+    """Return whether a tensor has elements but an empty storage."""
     if torch.compiler.is_compiling():
         return False
     return has_memory(tensor) and tensor.numel() > 0 and not tensor.untyped_storage().size()
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Say whether a tensor has memory of its own, as those of transforms, traces and sparse layouts have not."""
+    """Return whether a tensor has its own storage. Wrappers of transforms, traces and sparse layouts have none."""
     return not (
         torch.compiler.is_compiling()
         or tensor.is_inference()
@@ -101,19 +101,19 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Say whether a tensor is a DTensor, without an import of them."""
+    """Return whether a tensor is a DTensor, without importing DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 class ModuleSnapshot:
-    """What modules are: attributes, flags, counters, containers among them, hooks, buffers and their values.
+    """Snapshot of modules: attributes, containers in attributes, hooks, and buffers with their values.
 
-    Parameters are not part of it: a computation takes them as operands.
+    Parameters are not included, because a computation takes them as inputs.
 
     Args:
-        modules: The modules, each once.
-        kept: Copies of buffers by their ids, shared by the snapshots of a loop; None copies no values.
-        most: How many numbers a buffer may have to be copied; of a larger one the version is known.
+        modules: The modules, without duplicates.
+        kept: Copies of buffers by id, shared by the snapshots of a loop. If None, buffer values are not recorded.
+        most: Maximum number of elements of a copied buffer. For larger buffers, only the version is recorded.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ModuleSnapshot:
         ]
 
     def put_back(self, *, values: bool = False) -> None:
-        """Set the modules back to what they were, with ``values`` also the buffers that were copied."""
+        """Restore the modules. If ``values`` is True, also restore the values of the copied buffers."""
         for contents in self._held:
             for container, content in contents:
                 _refill(container, content)
@@ -140,10 +140,10 @@ class ModuleSnapshot:
 
     @contextlib.contextmanager
     def restored(self, call: str = "") -> Generator[None]:
-        """Set the modules back, with copies of their buffers, within a ``with`` block; undo what happens in it.
+        """Context manager that restores the modules with copies of their buffers, and then undoes all changes.
 
         Raises:
-            RuntimeError: A buffer of which no copy is kept was written into since.
+            RuntimeError: A buffer without a copy was modified in place since the snapshot.
         """
         now = ModuleSnapshot(self.modules)
         try:
@@ -160,11 +160,11 @@ class ModuleSnapshot:
             now.put_back()
 
     def changed(self, since: ModuleSnapshot) -> tuple[nn.Module, str] | None:
-        """Return a module that has changed, and how; None if none has.
+        """Return the first changed module and a description of the change, or None.
 
         Args:
-            since: Attributes are compared with this snapshot of the same modules: the first call of a module may
-                prepare the others.
+            since: Snapshot of the same modules that attributes are compared with. It may be later than this snapshot,
+                because the first call of a module may set attributes.
         """
         for module, name, buffer, value in self._buffers:
             if module._buffers.get(name) is not buffer or not is_as_it_was(buffer, value):
@@ -176,9 +176,9 @@ class ModuleSnapshot:
 
 
 def content_of(tensor: Tensor, kept: dict[int, Tensor] | None, most: float = LARGE) -> Tensor | int | None:
-    """Return a copy of a constant, the one that is kept if the constant is as it was; of others their version.
+    """Return a copy of a constant, or the version of a tensor that is large or requires grad.
 
-    Others are large tensors, and those that require grad. Inference tensors have no version.
+    The copy in ``kept`` is reused if the constant is unchanged. Inference tensors and sparse tensors give None.
     """
     if tensor.requires_grad:
         return tensor._version
@@ -187,26 +187,26 @@ def content_of(tensor: Tensor, kept: dict[int, Tensor] | None, most: float = LAR
     if tensor.numel() > most or kept is None:
         return tensor._version
     copy = kept.get(id(tensor))
-    # On an accelerator a comparison would wait for all that is queued there.
+    # On an accelerator, the comparison would wait for all queued kernels.
     if copy is None or not tensor.is_cpu or not torch.equal(copy, tensor):
         kept[id(tensor)] = copy = tensor.detach().clone()
     return copy
 
 
 def is_as_it_was(tensor: Tensor, content: Tensor | int | None) -> bool:
-    """Return whether a tensor still has a content that :func:`content_of` returned."""
+    """Return whether a tensor still has the content that :func:`content_of` returned."""
     if isinstance(content, Tensor):
         return torch.equal(content, tensor)
     return content is None or tensor._version == content
 
 
 def buffer_versions(model: nn.Module) -> list[tuple[int, int]]:
-    """Return the identities and versions of buffers: they change when one is replaced or written into."""
+    """Return the id and version of each buffer. They change if a buffer is replaced or modified in place."""
     return [(id(buffer), buffer._version) for buffer in model.buffers()]
 
 
 def _contents(namespace: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the containers that a module consists of, its namespace first, and copies of them."""
+    """Return the namespace of a module and the containers in it, each with a copy."""
     contents: list[tuple[Any, Any]] = [(namespace, namespace.copy())]
     for name, value in namespace.items():
         if type(value) in _CONTAINERS and name != "_parameters" and (value or name not in _INTERNAL):
@@ -224,7 +224,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _changed_attribute(now: dict[str, Any], contents: list[tuple[Any, Any]]) -> str | None:
-    """Return the name of an attribute that was set, or of a container that was changed."""
+    """Return the name of an attribute that was set or whose container was modified, or None."""
     copies = {id(container): content for container, content in contents}
     before = contents[0][1]
     for name in (before.keys() | now.keys()) - _INTERNAL:
@@ -244,7 +244,7 @@ def _holds_same(before: Any, now: Any) -> bool:
 
 
 def _is_equal(first: object, second: object) -> bool:
-    """Return whether values are the same object, or equal plain values, or tuples of such."""
+    """Return whether two values are the same object, equal plain values, or equal tuples of plain values."""
     if first is second:
         return True
     if type(first) is not type(second):
@@ -255,13 +255,13 @@ def _is_equal(first: object, second: object) -> bool:
 
 
 def refuse_wrapped(call: str, model: object) -> None:
-    """Refuse a model whose wrapper would average the wrong gradients.
+    """Raise an error if the wrapper of a model would average the wrong gradients.
 
-    The gradients of inner steps and the products of curvature are taken by `torch.autograd.grad`, which the reducer
-    of a `DistributedDataParallel` does not see.
+    Inner gradients and curvature products use ``torch.autograd.grad``. ``DistributedDataParallel`` averages only
+    gradients that are accumulated into ``.grad``.
 
     Raises:
-        ValueError: It is such a model.
+        ValueError: The model is a ``DistributedDataParallel``.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Normalisations written out in elementary operations, whose derivatives of every order torch gets right.
+"""Normalization functions made of elementary operations, with correct derivatives of every order.
 
-torch 2.13 computes third derivatives of its fused layer, batch and instance norm wrongly, and the Hessian of a MAML
-objective is a third derivative of the model.
+In torch 2.13, the third derivatives of the fused layer, batch and instance norm are incorrect. The Hessian of a MAML
+objective needs third derivatives of the model.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Normalise over the last dimensions, as :func:`torch.nn.functional.layer_norm`.
+    r"""Normalize over the last dimensions, as :func:`torch.nn.functional.layer_norm`.
 
     .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \, \gamma + \beta
 
     Args:
-        input: ``[..., *normalized_shape]``.
-        normalized_shape: The sizes of the dimensions to normalise over.
-        weight: :math:`\gamma`, in the shape ``normalized_shape``, or None.
-        bias: :math:`\beta`, likewise.
-        eps: What is added to the variance.
+        input: Tensor of shape ``[..., *normalized_shape]``.
+        normalized_shape: Sizes of the normalized dimensions.
+        weight: Scale :math:`\gamma` of shape ``normalized_shape``, or None.
+        bias: Offset :math:`\beta` of shape ``normalized_shape``, or None.
+        eps: Constant added to the variance.
 
     Returns:
-        A tensor as ``input``.
+        The normalized tensor, with the shape and dtype of ``input``.
 
     Raises:
-        ValueError: The last sizes of ``input`` are not ``normalized_shape``.
+        ValueError: The last sizes of ``input`` differ from ``normalized_shape``.
 
     Example:
         >>> metagrad.models.layer_norm(torch.tensor([[1.0, 3.0]]), [2], eps=0.0)
@@ -55,8 +55,8 @@ def layer_norm(
         raise ValueError(
             f"layer_norm(input, normalized_shape): the last sizes of input must be {shape}, got {tuple(input.shape)}."
         )
-    centred, scale = _statistics(widened(input), tuple(range(-len(shape), 0)), eps)
-    return _affine(centred * scale, weight, bias).to(input.dtype)
+    centered, scale = _statistics(widened(input), tuple(range(-len(shape), 0)), eps)
+    return _affine(centered * scale, weight, bias).to(input.dtype)
 
 
 def batch_norm(
@@ -69,27 +69,27 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Normalise each channel over the batch, as :func:`torch.nn.functional.batch_norm`.
+    r"""Normalize each channel over the batch, as :func:`torch.nn.functional.batch_norm`.
 
-    In training the statistics are those of the batch, and the running ones, if there are any, move towards them;
-    else the running ones are used.
+    If ``training`` is True, the function uses batch statistics and updates the running statistics. Otherwise it uses
+    the running statistics.
 
     Args:
-        input: ``[N, C, ...]``.
-        running_mean: ``[C]``, written in place in training, or None.
-        running_var: ``[C]``, likewise; it averages unbiased variances.
-        weight: ``[C]`` or None.
-        bias: ``[C]`` or None.
-        training: Whether to use the statistics of the batch.
-        momentum: The share of the batch in the running statistics.
-        eps: What is added to the variance.
+        input: Tensor of shape ``[N, C, ...]``.
+        running_mean: Running mean of shape ``[C]``, updated in place in training, or None.
+        running_var: Running unbiased variance of shape ``[C]``, updated in place in training, or None.
+        weight: Scale of shape ``[C]``, or None.
+        bias: Offset of shape ``[C]``, or None.
+        training: If True, use the statistics of the batch.
+        momentum: Weight of the batch statistics in the update of the running statistics.
+        eps: Constant added to the variance.
 
     Returns:
-        A tensor as ``input``.
+        The normalized tensor, with the shape and dtype of ``input``.
 
     Raises:
-        ValueError: There are no running statistics and ``training`` is False, or in training a channel has one
-            value alone.
+        ValueError: ``training`` is False and there are no running statistics, or ``training`` is True and a channel
+            has only one value.
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
@@ -127,23 +127,24 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalise each channel of each example, as :func:`torch.nn.functional.instance_norm`.
+    """Normalize each channel of each example, as :func:`torch.nn.functional.instance_norm`.
 
     Args:
-        input: ``[N, C, ...]``, with at least one further dimension.
-        running_mean: ``[C]``, written in place where the statistics are those of the input, or None.
-        running_var: ``[C]``, likewise.
-        weight: ``[C]`` or None.
-        bias: ``[C]`` or None.
-        use_input_stats: Whether to use the statistics of the input and not the running ones.
-        momentum: The share of the batch in the running statistics.
-        eps: What is added to the variance.
+        input: Tensor of shape ``[N, C, ...]``, with at least three dimensions.
+        running_mean: Running mean of shape ``[C]``, or None. If ``use_input_stats`` is True, it is updated in place.
+        running_var: Running unbiased variance of shape ``[C]``, or None, updated as ``running_mean``.
+        weight: Scale of shape ``[C]``, or None.
+        bias: Offset of shape ``[C]``, or None.
+        use_input_stats: If True, use the statistics of the input. If False, use the running statistics.
+        momentum: Weight of the input statistics in the update of the running statistics.
+        eps: Constant added to the variance.
 
     Returns:
-        A tensor as ``input``.
+        The normalized tensor, with the shape and dtype of ``input``.
 
     Raises:
-        ValueError: An example has one value alone for each channel.
+        ValueError: ``use_input_stats`` is True and a channel of an example has only one value, or
+            ``use_input_stats`` is False and there are no running statistics.
 
     Example:
         >>> metagrad.models.instance_norm(torch.tensor([[[1.0, 3.0]]]), eps=0.0)
@@ -164,11 +165,11 @@ def instance_norm(
     return _by_channels(*_statistics(widened(input), axes, eps, running), weight, bias).to(input.dtype)
 
 
-class composite_norms(Dispatch):  # noqa: N801, used as a function is
-    """Replace the fused norms in unmodified models by those written out here, within a ``with`` block.
+class composite_norms(Dispatch):  # noqa: N801, used like a function
+    """Context manager that replaces the fused norms of unmodified models by the functions of this module.
 
     Example:
-        The third derivative of a layer norm, against finite differences of the second:
+        Check the third derivative of a layer norm with finite differences:
 
         >>> x = torch.tensor([[0.3, 1.0, -0.5]], dtype=torch.float64, requires_grad=True)
         >>> f = lambda x: torch.nn.LayerNorm(3).double()(x)[0, 0]
@@ -182,16 +183,16 @@ class composite_norms(Dispatch):  # noqa: N801, used as a function is
 
 
 def unfused_attention() -> Any:
-    """Choose the kernel of attention that has derivatives of every order, within a ``with`` block or a function."""
+    """Context manager or decorator that selects the attention kernel with derivatives of every order."""
     kernels: Any = torch.nn.attention
     return kernels.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
 
 
 @contextlib.contextmanager
 def every_order() -> Generator[None]:
-    """Call functions of torch whose derivatives are right at every order, in place of those whose are not.
+    """Context manager in which norms and attention have correct derivatives of every order.
 
-    Norms are written out, and attention is not fused, within a ``with`` block.
+    Norms use elementary operations, and attention uses a kernel that is not fused.
     """
     with unfused_attention(), composite_norms():
         yield
@@ -210,19 +211,18 @@ def _statistics(
     eps: float,
     running: tuple[Tensor | None, Tensor | None, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the centered input and the factor that normalizes it, and update running statistics."""
+    """Return the centered input and the inverse standard deviation, and update the running statistics."""
     variance, mean = torch.var_mean(input, axes, correction=0, keepdim=True)
     if running is not None:
         count = input.numel() // max(variance.numel(), 1)
-        _move(*running, mean.detach(), variance.detach() * (count / max(count - 1, 1)))
-    return input + -mean, (
-        variance + eps
-    ).rsqrt()  # the derivative of a difference would negate the whole input
+        _update_running(*running, mean.detach(), variance.detach() * (count / max(count - 1, 1)))
+    # The backward of a subtraction would negate a tensor of the full size.
+    return input + -mean, (variance + eps).rsqrt()
 
 
-def _by_channels(centred: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    weight, bias = (x if x is None else _by_channel(x, centred.ndim) for x in (weight, bias))
-    return _affine(centred, scale if weight is None else scale * weight, bias)
+def _by_channels(centered: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    weight, bias = (x if x is None else _by_channel(x, centered.ndim) for x in (weight, bias))
+    return _affine(centered, scale if weight is None else scale * weight, bias)
 
 
 def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -236,10 +236,10 @@ def _by_channel(values: Tensor, ndim: int) -> Tensor:
 
 
 @torch.no_grad()
-def _move(
+def _update_running(
     running_mean: Tensor | None, running_var: Tensor | None, momentum: float, mean: Tensor, var: Tensor
 ) -> None:
-    """Update running statistics by those of an input ``[1 or N, C, ...]``, averaged over examples."""
+    """Update running statistics with input statistics of shape ``[1 or N, C, ...]``, averaged over examples."""
     for running, value in ((running_mean, mean), (running_var, var)):
         if running is not None:
             running.copy_(torch.lerp(widened(running), value.flatten(1).mean(0), momentum))

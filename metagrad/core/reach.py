@@ -1,4 +1,4 @@
-"""What a function can reach: modules, random generators, and the places that hold tensors."""
+"""Objects that a function can reach: modules, random generators, and the places of tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-_MOST = 1000  # objects to look at
+_MOST = 1000  # maximum number of visited objects, and of items per list
 _INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
 _HOLDERS = (list, tuple, dict, types.FunctionType, types.MethodType)
 
 
 class Place(NamedTuple):
-    """Where a value is held.
+    """The location of a value in a container or object.
 
     Attributes:
-        holder: A dict or list, or an object that has the value as an attribute; a tuple if there is a parent.
-        key: The key, index or name of the attribute.
-        parent: The place of the tuple.
+        holder: The dict, list or object that holds the value. It is a tuple if there is a parent.
+        key: Dict key, index or attribute name of the value.
+        parent: The place of the tuple, or None if the holder is not a tuple.
     """
 
     holder: Any
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     parent: Place | None = None
 
     def put(self, value: object) -> None:
-        """Hold another value."""
+        """Set the value at this place."""
         if self.parent is not None:
             items = list(self.parent.get())
             items[self.key] = value
@@ -47,26 +47,28 @@ class Place(NamedTuple):
             setattr(self.holder, self.key, value)
 
     def get(self) -> Any:
-        """Return the value that is held."""
+        """Return the value at this place."""
         if self.parent is not None:
             return self.parent.get()[self.key]
         if isinstance(self.holder, dict):
-            return dict.__getitem__(self.holder, self.key)  # not that of a subclass, which may note it
+            return dict.__getitem__(
+                self.holder, self.key
+            )  # without the method of a subclass, which may record the read
         if isinstance(self.holder, list):
             return self.holder[self.key]
         return getattr(self.holder, self.key)
 
 
 class Reached:
-    """What a function can reach: itself, its ``__self__``, its closure, its defaults and the globals that it names.
+    """Objects that a function can reach: through ``__self__``, closures, defaults and the globals that it names.
 
     Attributes:
-        modules: Modules, each once.
-        generators: Random generators of torch.
-        tensors: Tensors, and their places.
-        cells: The cells of closures.
-        libraries: From which libraries the calls of a loop have drawn random numbers; None before the first.
-        contents: Copies of small constants by their ids; the calls of a loop share them.
+        modules: Modules, without duplicates.
+        generators: Torch generators.
+        tensors: Tensors with their places.
+        cells: Closure cells.
+        libraries: Libraries whose random generators the calls of a loop have used, or None before the first call.
+        contents: Copies of small constants by id, shared by the calls of a loop.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -147,7 +149,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _may_hold(value: object) -> bool:
-    """Return whether a value is, or may lead to, a tensor, a module or a generator."""
+    """Return whether a value is or may contain a tensor, a module or a generator."""
     kind = type(value)
     if kind.__module__ == "builtins":
         return kind in _HOLDERS
@@ -158,10 +160,10 @@ def _may_hold(value: object) -> bool:
 
 @contextlib.contextmanager
 def placed(values: Iterable[tuple[Place, object]]) -> Generator[None]:
-    """Hold other values at some places within a ``with`` block. Places that are gone are left out.
+    """Context manager that sets other values at some places. Places that no longer exist are skipped.
 
     Raises:
-        RuntimeError: Another thread holds values at one of the places.
+        RuntimeError: Another thread has claimed one of the places.
     """
     before: list[tuple[Place, object]] = []
     claims: list[_Claim] = []
@@ -182,7 +184,7 @@ def placed(values: Iterable[tuple[Place, object]]) -> Generator[None]:
 
 @contextlib.contextmanager
 def claimed(places: Iterable[Place]) -> Generator[None]:
-    """Keep other threads from placing values at some places, within a ``with`` block.
+    """Context manager that prevents other threads from setting values at some places.
 
     Raises:
         RuntimeError: Another thread has claimed one of the places.
@@ -201,9 +203,9 @@ _owners: dict[_Claim, tuple[int, list[_Claim]]] = {}
 
 
 def _claim(place: Place, claims: list[_Claim]) -> None:
-    """Make this thread the owner of a place, and append the claim, unless it is the owner already.
+    """Make this thread the owner of a place, and append a new claim to ``claims``.
 
-    The threads in which autograd runs a backward pass on an accelerator are not other threads.
+    Backward threads of autograd, which run on an accelerator, may use places that another thread has claimed.
     """
     if torch.compiler.is_compiling():
         return
@@ -225,7 +227,7 @@ def _release(claims: list[_Claim]) -> None:
 
 
 def on_the_stack(function: Callable[..., Any]) -> bool:
-    """Return whether a call of a Python function has not returned yet."""
+    """Return whether a Python function is on the call stack of this thread."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""Structured values: what a model takes and returns besides single tensors, as trees of tensors.
+"""Nested inputs and outputs of models, as pytrees of tensors.
 
-Models take dicts and tuples, and return dicts, dataclasses, or objects that are both (Hugging Face).
-Torch's trees know the built-in containers and what is registered; here a dataclass, a subclass of dict and a
-``SimpleNamespace`` are taken apart without being registered, and put together again as the user's type.
+Models take dicts and tuples. They return dicts, dataclasses, or objects that are both (Hugging Face).
+Pytrees of torch support built-in containers and registered types. This module also splits dataclasses, subclasses of
+dict and ``SimpleNamespace`` into tensors without registration, and rebuilds them with the type of the user.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Form(NamedTuple):
     """A value without its tensors.
 
     Attributes:
-        kind: The value itself if it holds no tensor, the number of a tensor, the specification of a container that
-            torch knows, or the type of another object.
-        names: Of the parts, as Python would write them after the name of the value.
-        parts: What the value consists of. Of an object: its items if it is a dict, and its attributes.
-        keys: The keys of the items of an object.
+        kind: The pytree specification of a container, or the type of another object. For a tensor it is the tensor
+            number, and for a constant the constant itself.
+        names: Access expressions of the parts, such as ``[0]`` or ``.logits``. None for tensors and constants.
+        parts: Forms of the parts. The parts of an object are the items of a dict, and then the attributes.
+        keys: Dict keys of an object that is a dict.
     """
 
     kind: Any
@@ -47,17 +47,17 @@ class Form(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """The number of a tensor."""
+    """Placeholder for a tensor: its index in the list of tensors."""
 
     number: int
 
 
 class Structured:
-    """A nested value as a node of torch's trees, whose children are its tensors.
+    """A nested value as a pytree node whose children are its tensors.
 
     Args:
-        tensors: Each once, also where the value holds it twice.
-        form: The value without them.
+        tensors: The tensors of the value, without duplicates.
+        form: The value without its tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor], form: Form) -> None:
@@ -66,18 +66,18 @@ class Structured:
 
     @property
     def paths(self) -> list[str]:
-        """Where each tensor stands, as Python would write it after the name of the value."""
+        """The access expression of each tensor, such as ``[0].logits``."""
         found: dict[int, str] = {}
         _collect_paths(self.form, "", found)
         return [found[number] for number in range(len(self.tensors))]
 
     def restored(self) -> Any:
-        """Return the value, of the types that it was made of."""
+        """Return the value, with its original types."""
         return _filled(self.form, self.tensors)
 
 
 Nested: TypeAlias = "Tensor | Structured"
-"""A tensor, or a nested value with tensors in it."""
+"""A tensor, or a nested value that contains tensors."""
 
 pytree.register_pytree_node(
     Structured,
@@ -91,14 +91,14 @@ pytree.register_pytree_node(
 
 
 def structured(value: object, call: str) -> Nested:
-    """Take a value apart; a tensor stays as it is.
+    """Return a nested value as :class:`Structured`. A tensor is returned unchanged.
 
     Args:
-        value: A tensor, or a nesting of containers, dataclasses and subclasses of dict that holds tensors.
-        call: How errors name the value, such as "MAML(model, ...): what the model returns".
+        value: A tensor, or nested containers, dataclasses and subclasses of dict that contain tensors.
+        call: Name of the value in error messages, such as "MAML(model, ...): what the model returns".
 
     Raises:
-        TypeError: It holds an object of another kind, which may hide tensors.
+        TypeError: The value contains an object of another type, which may hide tensors.
     """
     if isinstance(value, (Tensor, Structured)):
         return value
@@ -107,10 +107,10 @@ def structured(value: object, call: str) -> Nested:
 
 
 def arguments(x: object, call: str) -> Nested:
-    """Take the inputs of a model apart; a mapping of any type holds keyword arguments.
+    """Return the inputs of a model as :class:`Structured`. A mapping of any type contains keyword arguments.
 
     Raises:
-        TypeError: As :func:`structured`; or there is no tensor.
+        TypeError: The inputs contain no tensor, or an object that may hide tensors.
     """
     if isinstance(x, Tensor):
         return x
@@ -123,12 +123,12 @@ def arguments(x: object, call: str) -> Nested:
 
 
 def restored(value: Nested) -> Any:
-    """Return what :func:`structured` was given."""
+    """Return the original value of :func:`structured`."""
     return value.restored() if isinstance(value, Structured) else value
 
 
 def call_on(function: Callable[..., Any], x: Nested) -> Any:
-    """Call ``function(x)``; with a mapping ``function(**x)``, with a tuple or a list ``function(*x)``."""
+    """Call ``function(**x)`` for a mapping, ``function(*x)`` for a tuple or list, and ``function(x)`` otherwise."""
     if not isinstance(x, Structured):
         return function(x)
     value = x.restored()
@@ -138,7 +138,7 @@ def call_on(function: Callable[..., Any], x: Nested) -> Any:
 
 
 def _form(value: object, path: str, tensors: list[Tensor], numbers: dict[int, int], call: str) -> Form:
-    """Return a value without its tensors, which are appended to ``tensors``."""
+    """Return the form of a value, and append its tensors to ``tensors``."""
 
     def forms(names: Sequence[str], parts: Sequence[object]) -> tuple[Form, ...]:
         named = zip(names, parts, strict=True)
@@ -164,7 +164,7 @@ def _form(value: object, path: str, tensors: list[Tensor], numbers: dict[int, in
 
 
 def _attributes(value: object) -> dict[str, object]:
-    """Return the attributes of an object, also where they are in slots."""
+    """Return the attributes of an object, including the slots of a dataclass."""
     names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []  # type: ignore[arg-type]
     missing = object()
     slots = {name: part for name in names if (part := getattr(value, name, missing)) is not missing}
@@ -180,7 +180,7 @@ def _filled(form: Form, tensors: Sequence[Tensor]) -> Any:
     parts = [_filled(part, tensors) for part in form.parts]
     if isinstance(form.kind, TreeSpec):
         return tree_unflatten(parts, form.kind)
-    # Without the constructor, which may compute: the object is its state.
+    # The constructor may compute, so this restores the state without calling it.
     new = form.kind.__new__(form.kind)
     set_item = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
     for key, part in zip(form.keys, parts, strict=False):

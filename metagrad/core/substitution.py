@@ -175,9 +175,9 @@ def noted_reads(model: nn.Module) -> Generator[list[tuple[str, bool]]]:
     reads: list[tuple[str, bool]] = []
     before = [(path, module, module._parameters) for path, module in model.named_modules()]
     for path, module, parameters in before:
-        noting = vars(module)["_parameters"] = _NotingDict(parameters)
-        noting.first, noting.reads = dict(parameters), reads
-        noting.name = f"{type(module).__name__} ({path or 'the model itself'})"
+        recorder = vars(module)["_parameters"] = _RecordingDict(parameters)
+        recorder.first, recorder.reads = dict(parameters), reads
+        recorder.name = f"{type(module).__name__} ({path or 'the model itself'})"
     try:
         yield reads
     finally:
@@ -185,7 +185,7 @@ def noted_reads(model: nn.Module) -> Generator[list[tuple[str, bool]]]:
             vars(module)["_parameters"] = parameters
 
 
-class _NotingDict(dict[str, Any]):
+class _RecordingDict(dict[str, Any]):
     """A parameter dict that records reads of the original parameters with ``requires_grad=True``."""
 
     first: dict[str, Any]

@@ -81,14 +81,14 @@ def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in namespace.items() if type(value) in ATOMS}
 
 
-class _Hole:
+class _Placeholder:
     """Placeholder for a tensor in a structure."""
 
     def __repr__(self) -> str:
         return "<tensor>"
 
 
-HOLE = _Hole()
+_PLACEHOLDER = _Placeholder()
 
 
 class _Branch(NamedTuple):
@@ -116,35 +116,35 @@ class Structure(NamedTuple):
 def dissect(tree: Tree) -> tuple[list[Tensor], Structure]:
     """Split a pytree into its tensors and its :class:`Structure`."""
     tensors: list[Tensor] = []
-    return tensors, Structure(_take_apart(tree, tensors))
+    return tensors, Structure(_dissect(tree, tensors))
 
 
-def _take_apart(tree: Tree, tensors: list[Tensor]) -> Any:
+def _dissect(tree: Tree, tensors: list[Tensor]) -> Any:
     if isinstance(tree, Tensor):
         tensors.append(tree)
-        return HOLE
+        return _PLACEHOLDER
     kind = type(tree)
     if kind in ATOMS:
         return tree
     if kind is dict:
         keys = list(tree)
-        return _Branch(lambda parts: dict(zip(keys, parts, strict=True)), _all_apart(tree.values(), tensors))
+        return _Branch(lambda parts: dict(zip(keys, parts, strict=True)), _parts_of(tree.values(), tensors))
     if kind is tuple or kind is list:
-        return _Branch(kind, _all_apart(tree, tensors))
+        return _Branch(kind, _parts_of(tree, tensors))
     if isinstance(tree, tuple) and hasattr(kind, "_make"):
-        return _Branch(kind._make, _all_apart(tree, tensors))
+        return _Branch(kind._make, _parts_of(tree, tensors))
     leaves, spec = tree_flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return tree
-    return _Branch(lambda parts: tree_unflatten(parts, spec), _all_apart(leaves, tensors))
+    return _Branch(lambda parts: tree_unflatten(parts, spec), _parts_of(leaves, tensors))
 
 
-def _all_apart(trees: Iterable[Tree], tensors: list[Tensor]) -> list[Any]:
-    return [_take_apart(tree, tensors) for tree in trees]
+def _parts_of(trees: Iterable[Tree], tensors: list[Tensor]) -> list[Any]:
+    return [_dissect(tree, tensors) for tree in trees]
 
 
 def _fill(form: Any, supply: Iterator[Tensor]) -> Tree:
-    if form is HOLE:
+    if form is _PLACEHOLDER:
         return next(supply)
     if type(form) is _Branch:
         return form.make([_fill(part, supply) for part in form.parts])

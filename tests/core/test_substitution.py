@@ -1,4 +1,4 @@
-"""Parts of a model that run again in a backward pass see the weights of the call, or an error names them."""
+"""Modules that run again in a backward pass use the weights of the call, or an error names the module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sgd = mg.optim.rules.sgd
 
 
 class Blocks(nn.Module):
-    """Blocks one after the other, each called by ``through``."""
+    """A sequence of blocks, each called by ``through``."""
 
     def __init__(self, *blocks, through=None):
         super().__init__()
@@ -35,7 +35,7 @@ class Blocks(nn.Module):
 
 
 class Gated(nn.Module):
-    """Layers in a plain list beside their names, and a method that is an attribute, as accelerators assign them."""
+    """A module with layers in a plain list, and with an assigned ``forward``, as in Hugging Face Accelerate."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Gated(nn.Module):
 
 
 class Last(nn.Module):
-    """The last output of a recurrent layer."""
+    """A module that returns the last output of a recurrent layer."""
 
     def __init__(self, layer):
         super().__init__()
@@ -59,7 +59,7 @@ class Last(nn.Module):
 
 
 class Counted(nn.Linear):
-    """Counts its calls."""
+    """A layer that counts its calls."""
 
     def __init__(self):
         super().__init__(3, 3)
@@ -71,7 +71,7 @@ class Counted(nn.Linear):
 
 
 class Reversed(torch.autograd.Function):
-    """A block whose backward calls the block again."""
+    """A Function that calls a block in the forward pass and again in the backward pass."""
 
     @staticmethod
     def forward(ctx, block, x, *weights):
@@ -208,7 +208,7 @@ def test_errors(through, norm, message):
 @pytest.mark.parametrize("memory", ["full", "step"])
 @pytest.mark.parametrize("through", [again, reversed_, mg.checkpoint])
 def test_modules_of_a_step_that_the_user_writes(through, memory):
-    """torch.func.functional_call does not know of the backward pass."""
+    """``torch.func.functional_call`` substitutes parameters only during the forward pass."""
     model = Blocks(nn.Linear(3, 5), nn.Linear(5, 2), through=through).double()
     (x, y), _ = batch()
 
@@ -232,7 +232,7 @@ def test_modules_of_a_step_that_the_user_writes(through, memory):
 
 
 def test_two_threads_in_one_model():
-    """The second one raises; afterwards the weights are those of before."""
+    """The second thread raises an error, and the original weights are restored."""
     inside, done, errors = threading.Event(), threading.Event(), []
 
     def wait(block, x):
