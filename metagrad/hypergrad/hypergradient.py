@@ -39,8 +39,9 @@ def hypergradient(
     Args:
         outer_loss: ``outer_loss(params, hyper)``, a tensor with one element.
         inner_loss: ``inner_loss(params, hyper)``, a tensor with one element. Deterministic.
-        params: Parameters by name, at the minimum of the inner loss. For ``Unroll``, the start of its steps. A
-            :class:`~metagrad.sparse.SparseTensor` stands for its values. They are constants.
+        params: Parameters by name, at the minimum of the inner loss. For ``Unroll``, the start of its steps.
+            Only the stored values of a :class:`~metagrad.sparse.SparseTensor` are parameters. All parameters are
+            treated as constants.
         hyper: The hyperparameters: a dict, or another pytree, of floating point tensors or SparseTensors.
         method: A row of the table. None is ``CG()``.
         create_graph: Make the derivative differentiable with respect to ``hyper``. ``Unroll`` supports any order,

@@ -55,7 +55,7 @@ def _step_label(name: str, index: int | None) -> str:
 
 
 class AllocatorMeter:
-    """The bytes of CUDA's caching allocator on one device: absolute, rounded up to its blocks.
+    """All bytes allocated by CUDA's caching allocator on one device, rounded up to its blocks.
 
     It resets `torch.cuda.max_memory_allocated` on entry to and exit from every phase.
     """

@@ -89,10 +89,10 @@ class _Known(weakref.ref):
 class Ledger:
     """Count the bytes of the storages that operations make on `device` from now on, by phase.
 
-    `total` are the bytes alive, `peak` their maximum, `window_peak` their maximum since `reset_window`.
-    Storages made before are not counted, nor are their deaths. The peak is attributed copy-on-write: a new
-    maximum only raises an epoch number, and a slot remembers its bytes at the first change after it, so an
-    allocation costs the same however many phases there are.
+    `total` are the bytes alive, `peak` their maximum, `window_peak` their maximum since `reset_window`. Storages that
+    exist already are not counted, and their release is not subtracted. The peak is attributed copy-on-write: a new
+    maximum only raises an epoch number, and a slot remembers its bytes at the first change after it, so an allocation
+    costs the same however many phases there are.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -267,7 +267,8 @@ class MAML(nn.Module):
             predict = AdaptedTables(inner, used, rows, chunk).predict
         else:
             predict = functools.partial(inner.objective.predict, chunk=chunk)
-        # The adapted model may be called after the end of a ``functional_call``.
+        # Keep the tensors that the model has now. A ``functional_call`` around this call may have ended before the
+        # adapted model is called.
         predict = functools.partial(_predicted, tensor_places(self.model), predict)
         return AdaptedModel(params, losses, used, skipped, predict, rows)
 
@@ -286,7 +287,7 @@ class MAML(nn.Module):
         )
 
     def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:
-        """Return the executor of a batch, for the current attributes."""
+        """Make an executor for a batch from the current values of the attributes."""
         count: int = check_count("MAML(batch, steps)", self.steps if steps is None else steps, 0)
         if not self._is_checked:
             self._check()

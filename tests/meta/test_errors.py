@@ -164,11 +164,11 @@ def test_policies_for_norms():
     assert_named(
         {
             "expected one of 'transductive', 'support', .* got 'batch'": maml(with_norm(), norm="batch"),
-            "no module of the model normalises by statistics": maml(norm="running"),
+            "no module of the model normalizes by statistics": maml(norm="running"),
             r"BatchNorm1d \(1\) keeps no running statistics": maml(with_norm(untracked), norm="running"),
             "track_running_stats=True": maml(with_norm(untracked), norm="per_step"),
             "for each inner step, but steps is 0": maml(with_norm(), norm="per_step", steps=0),
-            "only weights and biases of normalisations": maml(with_norm(), norm="per_step", adapt="1"),
+            "only weights and biases of normalizations": maml(with_norm(), norm="per_step", adapt="1"),
             r"^MAMLPlusPlus.* no module of the model .* Pass norm=None": of(mg.MAMLPlusPlus),
             "^ProtoNet.*'running'.: no module": of(mg.ProtoNet, norm="running"),
             "^ProtoNet.* each inner step, but steps is 0": of(mg.ProtoNet, with_norm(), norm="per_step"),

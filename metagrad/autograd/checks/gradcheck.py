@@ -51,9 +51,9 @@ def gradcheck(
 
     With :math:`L_0 = \varphi_0(f(x))`, and :math:`L_k = \varphi_k(\nabla L_{k-1}) + L_{k-1}`, each
     :math:`\nabla L_k` is compared with fourth-order central differences of :math:`L_k` along random
-    directions in each input. Each :math:`\varphi` is a random *nonlinear* contraction over all inputs. A linear
-    contraction would miss a gradient whose own graph is detached. Contracting all inputs together makes the orders
-    mixed. A gradient that does not require grad must be constant, which is also checked.
+    directions in each input. Each :math:`\varphi` is a random *nonlinear* function that reduces all of its
+    tensors to a scalar. A linear function would miss a gradient whose own graph is detached. Reducing all tensors
+    together makes the orders mixed. A gradient that does not require grad must be constant, which is also checked.
     :func:`torch.autograd.gradgradcheck` skips such gradients.
 
     Args:

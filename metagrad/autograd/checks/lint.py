@@ -58,9 +58,9 @@ class Finding:
 def lint(loss: Tensor, *, order: int = 2) -> tuple[Finding, ...]:
     """Find the nodes of a graph whose derivatives, up to an order, are detached, dense, missing or incorrect.
 
-    Orders count from ``loss``. Order 1 is its gradient. Order 2 is the gradient of the gradient, which MAML needs.
-    The Hessian of a MAML objective needs order 3 of the inner loss. The loss may contain gradients. Call this
-    function before a backward pass frees the graph.
+    An order is the number of derivatives of ``loss``. Order 1 is its gradient. Order 2 is the gradient of the
+    gradient, which MAML needs. The Hessian of a MAML objective needs order 3 of the inner loss. The loss may contain
+    gradients. Call this function before a backward pass frees the graph.
 
     The known defects of torch are a table, ``lint_rules.RULES``. Other nodes count as correct. The backward of a
     custom ``autograd.Function`` cannot be inspected, except for the decorator ``once_differentiable``.

@@ -1,8 +1,9 @@
 """The table of backward nodes of torch whose further derivatives are missing or incorrect.
 
 Each row was established on torch 2.13 and checked on 2.14 and 2.15. ``tests/autograd/checks/test_lint.py`` shows the
-defect of every row that runs on a CPU. Orders count from the loss whose graph contains the node. So the defect of
-``layer_norm`` at order 3 is a defect of ``NativeLayerNormBackwardBackward0``, a node of the gradient, at order 2.
+defect of every row that runs on a CPU. An order is the number of derivatives of the tensor whose graph contains the
+node. The third derivative of ``layer_norm`` is incorrect, so ``NativeLayerNormBackward0`` has order 3. The cause is
+``NativeLayerNormBackwardBackward0``. It is in the graph of the gradient, so it has order 2.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ _FEWEST_ON_CPU = 8
 class BatchedVjp:
     """Runs products in batches that fit into a chunk, or in turn if batches are impossible or slower.
 
-    The first product is measured.
+    The memory that the first product needs determines the size of the batches.
 
     Attributes:
         bytes_each: Peak working memory of one product, in bytes. None before the first product.

@@ -315,7 +315,7 @@ class _GraphWalk(NamedTuple):
     Attributes:
         nodes: The nodes, without the nodes of leaves.
         num_edges: The number of edges that leave the nodes.
-        crossed: The edges that stopped the walk.
+        crossed: The edges at which the walk stopped.
         leaves: The leaves of the graph.
     """
 

@@ -101,8 +101,9 @@ def diagonal(
     ============ ================================================================================ =================
     "hutchinson" the equation. The error of an element is the norm of its off-diagonal row over   a chunk, and six
                  sqrt(probes). Exact for diagonal maps.
-    "xdiag"      the products of the probes span a subspace, treated exactly. Each probe tests    3 times probes
-                 the rest. Better if the spectrum decays, no better if it is flat.
+    "xdiag"      the products of the probes span a subspace, treated exactly. Each probe is       3 times probes
+                 left out of the subspace once, and estimates the part that the other probes miss.
+                 Better if the spectrum decays, no better if it is flat.
     ============ ================================================================================ =================
 
     Args:
@@ -161,8 +162,9 @@ class _Ratio(Estimator):
         zero = probing.zeros(probing.n)
         self.numerator, self.weights = zero, zero  # sums of x and of z^2
         self.origin: Tensor | None = None  # d0
-        self.first, self.second, self.crossed, self.fourth = zero, zero, zero, zero  # of y, y^2, y z^2, z^4
-        self.squares = probing.zeros()  # of Az
+        # sums of y, y^2, y z^2 and z^4, with y = x - d0 z^2
+        self.first, self.second, self.crossed, self.fourth = zero, zero, zero, zero
+        self.squares = probing.zeros()  # sum of the squares of the elements of Az
 
     def extend(self, products: int) -> None:
         for probes, found in self.probing.pieces(products):

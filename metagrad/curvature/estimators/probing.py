@@ -23,9 +23,9 @@ from metagrad.curvature.estimators.probes import (
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
 
 FIRST = 16  # products before the interval is first checked, because the spread of fewer samples is unreliable
-LEVEL = 0.95  # of the interval that rtol bounds
-PROBES = 64  # the default
-MOST_PROBES = 1024  # the default maximum where rtol decides
+LEVEL = 0.95  # confidence level of the interval that rtol bounds
+PROBES = 64  # default number of products
+MOST_PROBES = 1024  # default maximum number of products if rtol is given
 
 
 class ProbeSampler:

@@ -177,7 +177,7 @@ def checked_deterministic(operator: BatchedOperator, model: nn.Module | None = N
 
     Args:
         operator: The operator.
-        model: The model in which the error looks for layers that may be the reason.
+        model: The model. The error names its layers that may be the reason, such as dropout.
     """
     passes = zip(("loss", "gradient", "product"), operator.probe(), operator.probe(), strict=True)
     distances = {name: _distance(first, second) for name, first, second in passes}
@@ -209,7 +209,7 @@ def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:
         reasons.append(f"In training mode {', '.join(dropout)} draws a mask each time: call .eval() on it.")
     if norms:
         reasons.append(
-            f"In training mode {', '.join(norms)} normalises by the batch, so that it matters which data are in "
+            f"In training mode {', '.join(norms)} normalizes by the batch, so that it matters which data are in "
             "one: call .eval() on it, or fix the batches."
         )
     if isinstance(getattr(batches, "sampler", None), torch.utils.data.RandomSampler):

@@ -114,7 +114,7 @@ def fisher(
 
 
 class _Labels:
-    """The generators that labels are drawn with. Every pass over the data draws the same numbers."""
+    """The generator that draws labels. Every pass over the data draws the same random numbers."""
 
     def __init__(self, source: torch.Generator) -> None:
         self.seed = int(torch.randint(2**62, (), generator=source))

@@ -161,7 +161,8 @@ class ModelEvaluation:
         batch: ``(x, y)``.
         loss: The loss, with its graph.
         output: The output of the model.
-        outputs: The tensors whose Jacobian is taken: the argument of the known loss, or the tensors in ``output``.
+        outputs: The tensors whose Jacobian is computed: the argument of the loss if metagrad recognizes the loss,
+            otherwise all tensors in ``output`` that depend on the parameters.
         known: The loss as a function of the single output, if it is recognized.
         recorded: The outputs with their graph.
     """

@@ -7,9 +7,9 @@ Newton steps from the known solution, a constant,
 
 whose values are all x. A first derivative goes only through the last step. A cotangent g gives :math:`u = A^{-1} g`
 to b, and :math:`-u^T dA \, x` to all tensors that the operator's products depend on, through the graph of the product
-:math:`A(\theta) y_{j-1}`. That gradient depends on :math:`\theta` through u, which is a solution like this one, and
-through :math:`y_{j-1}`, whose derivative the step before gives. So each order of differentiation needs one step with
-the graph of one product. Each first derivative costs one solve.
+:math:`A(\theta) y_{j-1}`. That gradient depends on :math:`\theta` through u and through :math:`y_{j-1}`. Here u is
+itself the solution of such a system, and the derivative of :math:`y_{j-1}` comes from the previous step. So each
+order of differentiation needs one step with the graph of one product. Each first derivative costs one solve.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ RUNNING = -1
 class Limits(NamedTuple):
     """Stopping rules of the solve of a row."""
 
-    tolerance: Tensor  # norm of a converged residual, [k]
+    tolerance: Tensor  # largest residual norm that counts as converged, [k]
     max_steps: int
 
 

@@ -52,7 +52,7 @@ def solve(
 ) -> Solution:
     r"""Solve :math:`(A + \mu I) x = b` from products with a symmetric operator.
 
-    A right-hand side ends when :math:`|b - (A + \mu I) x| \le \max(\mathrm{rtol} |b|, \mathrm{atol})`.
+    A right-hand side is solved when :math:`|b - (A + \mu I) x| \le \max(\mathrm{rtol} |b|, \mathrm{atol})`.
 
     =========== ====================================================================================================
     method      operators
@@ -103,8 +103,8 @@ def solve(
         SolveError: The solve failed and ``throw`` is set, or a solve of a derivative failed.
 
     Note:
-        A product with NaN or Inf gives ``Result.NON_FINITE``. The operators of :mod:`metagrad.curvature` raise
-        earlier, with the name of the parameter. In a backward pass the preconditioner is a constant.
+        A product with NaN or Inf gives ``Result.NON_FINITE``. The operators of :mod:`metagrad.curvature` raise an
+        error earlier, with the name of the parameter. In a backward pass the preconditioner is a constant.
 
     Example:
         :math:`x = b / (a + \mu)` has :math:`dx / d\mu = -b / (a + \mu)^2`:

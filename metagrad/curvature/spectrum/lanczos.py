@@ -17,7 +17,8 @@ class LanczosState(NamedTuple):
     """Orthonormal bases of Krylov spaces, and the projections of the operator on them.
 
     Attributes:
-        basis: Orthonormal rows, in the operator's dtype, shape [num_starts, steps, n]. Zero after a breakdown.
+        basis: Orthonormal rows, in the operator's dtype, shape [num_starts, steps, n]. Rows after a breakdown are
+            zero.
         projected: The operator in each basis, float64 on the CPU, shape [num_starts, steps, steps]. Tridiagonal.
         sizes: Dimension of each Krylov space: ``steps``, or less after a breakdown.
         first: The operator times the first row of each basis, shape [num_starts, n]. Differentiable if products are.

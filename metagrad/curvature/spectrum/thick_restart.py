@@ -87,7 +87,7 @@ def thick_restart_lanczos(
     generator: torch.Generator | None,
     call: str,
 ) -> Subspace:
-    r"""Find k eigenvectors.
+    r"""Find k eigenvectors at an end of the spectrum, by the Lanczos method with thick restarts.
 
     The Krylov space of one random vector has only one direction in each eigenspace, so it shows a repeated eigenvalue
     once. When the wanted pairs have converged they are locked. The search then continues from a new random vector

@@ -144,7 +144,7 @@ class HeadAlgorithm(nn.Module):
         return type(self).__name__
 
     def _executor(self, tasks: Tasks, call: str, steps: int | None) -> TaskExecutor:
-        """Return the executor of a batch, for the current attributes."""
+        """Make an executor for a batch from the current values of the attributes."""
         self._check()
         if steps is not None:
             raise ValueError(

@@ -30,7 +30,7 @@ from metagrad.meta.checks.report import ModuleFinding, Status
 from metagrad.meta.objective.task_loss import TaskLoss
 
 LOSS = "loss_fn(...)"
-"""The path of the loss function."""
+"""The name that stands for the loss function wherever a module path is expected."""
 
 _STEPS = (1e-4, 1e-6, 1e-5, 1e-7, 1e-3, 1e-8)
 _RTOL = 1e-6  # relative to the norm of a gradient

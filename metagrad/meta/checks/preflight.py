@@ -38,7 +38,7 @@ _CALL = "preflight(model, loss_fn, batch)"
 _MAX_EXAMPLES = 4  # derivatives are compared on at most so many examples
 _MODES = ("full", "step")
 _WARM_UP = 2  # meta-steps until a recomputed derivative needs as much memory as in training
-_MEASURED = 3  # a loop of more inner steps is extrapolated
+_MEASURED = 3  # so many inner steps are measured. The memory of a longer loop is extrapolated
 
 
 def preflight(

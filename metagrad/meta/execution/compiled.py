@@ -30,7 +30,7 @@ def refusal(inner: InnerLoop, tasks: Tasks) -> str | None:
     if inner.objective.by_copy:
         return "a module of the model runs again in the backward pass"
     if inner.objective.norms is not None:
-        return "norm= exchanges the normalisations of the model while it runs"
+        return "norm= exchanges the normalizations of the model while it runs"
     if tables := (*tasks.rows, *inner.objective.tables):
         return f"only the rows of {', '.join(map(repr, dict.fromkeys(tables)))} are there, as sparse= says"
     if not tasks.are_tensors:
@@ -153,7 +153,10 @@ def _filled(
 
 
 class _EvaluatedBatch(Function):
-    """The results of a meta-batch with the known gradient of its mean query loss."""
+    """Results of a meta-batch.
+
+    The backward pass of the mean query loss uses the gradient that was computed with them.
+    """
 
     @staticmethod
     def forward(ctx, again, outputs, grads, *wanted):

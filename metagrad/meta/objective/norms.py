@@ -66,7 +66,7 @@ def check_norm(model: nn.Module, norm: object, steps: int, name: str = "MAML") -
     layers = statistical_norms(model)
     if not layers:
         raise ValueError(
-            f"{call}: no module of the model normalises by statistics that can be kept, as nn.BatchNorm2d does. "
+            f"{call}: no module of the model normalizes by statistics that can be kept, as nn.BatchNorm2d does. "
             "Pass norm=None."
         )
     without = [path for path, module in layers.items() if module._buffers["running_mean"] is None]
@@ -114,7 +114,7 @@ class PerStepNorms(nn.Module):
         others = [name for name in names if name not in self.replaced]
         if not others:
             raise ValueError(
-                "MAML(..., adapt, norm): only weights and biases of normalisations are to adapt, but there are "
+                "MAML(..., adapt, norm): only weights and biases of normalizations are to adapt, but there are "
                 'others for each step instead. Let more adapt, or take norm="running" or "transductive".'
             )
         return others
@@ -334,7 +334,7 @@ class NormCalls(Dispatch):
             return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
         if number >= len(self.given):
             raise ValueError(
-                f'{_CALL}="support"): the model normalises more often for the query examples than for the support '
+                f'{_CALL}="support"): the model normalizes more often for the query examples than for the support '
                 "examples. Let what it calls not depend on the data."
             )
         shape = (-1, *[1] * (input.ndim - 2))

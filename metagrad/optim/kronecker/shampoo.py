@@ -35,7 +35,7 @@ class ShampooState(NamedTuple):
 
     Attributes:
         step: Steps taken.
-        velocity: Sums of the steps, in the shapes of the parameters.
+        velocity: Momentum: decaying sums of the preconditioned gradients, in the shapes of the parameters.
         square: Averages of the squares of the gradients, for the length of a step. None unless ``graft``.
         statistics: Sums or averages of the products of gradients along each axis.
         roots: Inverse roots of the statistics, as of their last computation.
@@ -63,8 +63,8 @@ class ShampooRule(AxisMatrices):
     four. A scalar is a vector of one element, which gives Adagrad's step. The rule is differentiable at every order,
     also at equal eigenvalues of the statistics.
 
-    Rounding bounds how small an eigenvalue of the statistics can be: n times the machine precision times the largest
-    one. If this is above ``eps``, it takes the place of ``eps``.
+    Rounding errors hide eigenvalues below n times the machine precision times the largest eigenvalue. If this bound
+    is above ``eps``, it replaces ``eps``.
 
     Raises:
         ValueError: ``decay`` is above 1, or ``block_size`` or ``root_every`` is no whole number of at least 1.

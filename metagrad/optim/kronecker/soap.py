@@ -31,7 +31,7 @@ class SOAPState(NamedTuple):
         mean: Averages of the gradients, in the shapes and the coordinates of the parameters.
         square: Averages of the squares of the gradients, in the coordinates of the bases.
         statistics: For each axis with a basis, the average of the products of gradients along it.
-        bases: Eigenvectors of the statistics, approximated by one step of QR at a time.
+        bases: Approximate eigenvectors of the statistics. Each update is one step of QR iteration.
     """
 
     step: int
@@ -228,8 +228,8 @@ def by_curvature(matrix: Tensor, basis: Tensor) -> Tensor:
 def iterated(matrix: Tensor, basis: Tensor, shift: float | Tensor) -> Tensor:
     r"""Take a step of the power iteration, ``qr((A + s I) Q)``, with s the share ``shift`` of the mean eigenvalue.
 
-    The sum has the same eigenvectors as A. Its columns are independent even if A has no full rank, in which case the
-    derivative of ``qr(A Q)`` would be infinite.
+    ``A + s I`` has the same eigenvectors as A. The columns of ``(A + s I) Q`` are independent even if A is singular.
+    Without the shift, the derivative would then be infinite.
     """
     mean = _mean_eigenvalue(matrix)
     shifted = matrix @ basis + shift * mean * basis

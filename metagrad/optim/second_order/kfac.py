@@ -119,9 +119,9 @@ class KFAC(CurvatureOptimizer):
     backward pass, raise an error that names them, and so do sparse gradients.
 
     With ``fisher="empirical"`` any loop works: ``loss.backward()`` and ``opt.step()``, or a closure. With
-    ``"sampled"`` the labels are sampled from the prediction of the model. This is the true Fisher matrix, and costs
-    one more backward pass. The loss must then be computed in the closure, or within ``with opt.recording():``, by one
-    of torch's losses, as for :class:`~metagrad.optim.SophiaG`.
+    ``"sampled"`` the labels are sampled from the prediction of the model. This estimates the true Fisher matrix, at
+    the cost of one more backward pass. The loss must then be computed in the closure, or within
+    ``with opt.recording():``, by one of torch's losses, as for :class:`~metagrad.optim.SophiaG`.
 
     With ``fisher="empirical"``, the default, squares of gradients replace the curvature. The step is then close to
     Newton's only if the likelihood of the model is high. In a regression by squared errors, the squares grow with the
@@ -336,7 +336,7 @@ class KFAC(CurvatureOptimizer):
         return next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
 
     def _lacks_factors(self, name: str) -> bool:
-        """Return whether a layer has no factors of its size. The bias may have been frozen in between."""
+        """Return whether the factors of a layer are missing or have another size, as after freezing its bias."""
         layer = self._layers[name]
         num_inputs = layer.weight[0].numel() + (self._bias_of(layer) is not None)
         known = self.state.get(layer.weight, {}).get("inputs")

@@ -57,7 +57,7 @@ class History:
         """Copy pairs into buffers that are half as long again."""
         size, n = moves.shape
         length = size + size // 2 + 8
-        # Rows are aligned wherever a window begins, so that products are the same to the last bit.
+        # Each row begins at a multiple of 16 elements. So products are bitwise identical wherever a window begins.
         self._moves, self._updates = (moves.new_empty(length, -n // 16 * -16)[:, :n] for _ in range(2))
         self._products = products.new_zeros(length, length)
         self._show(slice(0, size))
@@ -136,7 +136,8 @@ class LBFGS(VectorOptimizer):
         max_iter: The most iterations of a step.
         max_eval: The most calls of the closure in a step. None is 5/4 of ``max_iter``, but at least 25, which is
             enough for a line search.
-        tolerance_grad: A step ends where no element of the gradient, weight decay included, is larger.
+        tolerance_grad: A step ends if the absolute value of every element of the gradient, including weight decay, is
+            at most this number.
         tolerance_change: There is no line search if the slope along the direction is smaller. A line search ends if
             no parameter differs by so much in its interval.
         history_size: How many pairs are kept.

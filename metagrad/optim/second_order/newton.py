@@ -78,7 +78,9 @@ class Curvature:
         for one in passes:
             own = {key: p for key, p in params.items() if p in one.grads}
             if own and matrix == "hessian":
-                with torch.enable_grad():  # one cotangent has fewer checks than one for each parameter
+                # Concatenate the gradients, because autograd checks every cotangent. So one is faster than one for
+                # each parameter.
+                with torch.enable_grad():
                     gradient = torch.cat([one.grads[p].reshape(-1) for p in own.values()])
                 self._parts.append((JacobianGraph("opt.step", [gradient], own), None))
             elif own:

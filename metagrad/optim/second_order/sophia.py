@@ -36,8 +36,9 @@ class SophiaH(DiagonalOptimizer):
 
     Args:
         params: Parameters, with names or without, or groups of them with their own hyperparameters.
-        lr: The learning rate :math:`\eta`. No element moves by more. The paper uses 0.8 times Adam's for language
-            models of 125 million parameters and more, 2e-4 to 6e-4. The default is for small models and fewer steps.
+        lr: The learning rate :math:`\eta`. Apart from weight decay, no element changes by more than ``lr`` in a step.
+            The paper uses 0.8 times Adam's for language models of 125 million parameters and more, 2e-4 to 6e-4. The
+            default is for small models and fewer steps.
         betas: How much of the averages of gradients and of diagonals is kept, each from 0 to below 1.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
         eps: Smallest divisor of a momentum, above 0.
@@ -124,7 +125,7 @@ class SophiaG(SophiaH):
 
     Args:
         params: Parameters, with names or without, or groups of them with their own hyperparameters.
-        lr: The step size, as of :class:`SophiaH`.
+        lr: The learning rate, as in :class:`SophiaH`.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
         samples: Draws of the labels for each estimate.
         **more: The other arguments of :class:`SophiaH`.

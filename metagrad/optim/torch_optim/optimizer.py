@@ -313,7 +313,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
 
 def _type(annotation: Any) -> str:
-    """Return the type of an argument from the type of a rule's field. A group has one value for all parameters."""
+    """Return the annotation of a constructor argument, as text, from the annotation of a rule's field."""
     return str(annotation).replace("Hyperparameter", "float | Tensor")
 
 

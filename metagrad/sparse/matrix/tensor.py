@@ -257,7 +257,8 @@ pytree.register_pytree_node(
     serialized_type_name="metagrad.sparse.SparseTensor",
     flatten_with_keys_fn=_flatten_with_keys,
 )
-add_safe_globals([Pattern, SparseTensor])  # both check their arguments
+# safe for torch.load(weights_only=True): both constructors check their arguments
+add_safe_globals([Pattern, SparseTensor])
 
 
 def sddmm(a: Tensor, b: Tensor, pattern: Pattern) -> SparseTensor:

@@ -60,7 +60,7 @@ def attention(
         [[2.0], [3.0], [0.0]]
 
     References:
-        Vaswani et al., "Attention is all you need", arXiv:1706.03762, section 3.2.1. Normalising the output in
+        Vaswani et al., "Attention is all you need", arXiv:1706.03762, section 3.2.1. Normalizing the output in
         place of the weights: Dao et al., "FlashAttention", arXiv:2205.14135, section 3.1.
     """
     batch = _check_arguments(q, k, v, pattern)

@@ -51,7 +51,7 @@ def as_sparse(call: str, name: str, a: Matrix) -> Matrix: ...
 @overload
 def as_sparse(call: str, name: str, a: object) -> Any: ...
 def as_sparse(call: str, name: str, a: object) -> Any:
-    """Return the matrix of an argument or of a parameter. Raise ``TypeError`` for other types."""
+    """Return the matrix itself, or the current matrix of a sparse ``Parameter``, or raise ``TypeError``."""
     matrix = getattr(a, "_matrix", None)
     if isinstance(matrix, Entries):
         return matrix

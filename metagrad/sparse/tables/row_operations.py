@@ -328,7 +328,7 @@ def permute(x: RowSparse, dims: Sequence[int]) -> RowSparse:
 
 
 def alias(x: RowSparse) -> RowSparse:
-    """Return a tensor that shares rows and values."""
+    """Return a tensor that shares the rows and values of ``x``."""
     return wrap(x.kept, x.shape)
 
 

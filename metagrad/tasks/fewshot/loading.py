@@ -247,14 +247,14 @@ class Labels(NamedTuple):
 def read_labels(call: str, dataset: Any, given: Any = None) -> Labels:
     """Return the class of each item of a data set.
 
-    The label of an item is what the item (x, label) has. A stored list of labels saves reading all items. It is used
-    only if it agrees with the compared items. It differs if the data set transforms its labels, or if a wrapper
-    changes them. :class:`Items` compares the other items when they are loaded.
+    The label of an item is the second element of ``(x, label)``. A stored list of labels saves reading all items. It
+    is used only if it agrees with the labels of some items, which are read. It differs if the data set transforms its
+    labels, or if a wrapper changes them. :class:`Items` compares the other items when they are loaded.
 
     Args:
         call: How errors begin.
         dataset: A map-style data set.
-        given: Labels from the user, [items]. They are not compared.
+        given: Labels from the user, [items]. They are not compared with the labels of the items.
 
     Raises:
         ValueError: The data set has no labels, or not one integer or name for each item.
@@ -302,7 +302,7 @@ def _stored(dataset: Any) -> list[Any] | None:
 
 
 def _agree(call: str, dataset: Any, stored: list[Any]) -> bool:
-    """Return whether items of different classes and evenly spaced items have the labels that are stored."""
+    """Return whether some items have their stored labels: items of different classes, and evenly spaced items."""
     first = {str(label): i for i, label in reversed(list(enumerate(stored)))}
     positions = [*list(first.values())[-COMPARED:], *range(0, len(stored), -(-len(stored) // COMPARED) or 1)]
     with seeded(0):

@@ -183,7 +183,7 @@ def test_batch_norm_and_a_shuffling_loader_are_named():
     loader = DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)
     params = dict(model.named_parameters())
     with pytest.raises(
-        ValueError, match=r"1 \(BatchNorm1d\) normalises by the batch.*The DataLoader shuffles"
+        ValueError, match=r"1 \(BatchNorm1d\) normalizes by the batch.*The DataLoader shuffles"
     ):
         ggn(model, F.cross_entropy, params, loader)
     model.eval()

@@ -197,7 +197,7 @@ UNCOMPILED = {
     ),
     "norm": (
         {"model": lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double(), "norm": "transductive"},
-        "norm= exchanges the normalisations",
+        "norm= exchanges the normalizations",
     ),
 }
 
