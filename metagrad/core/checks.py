@@ -111,7 +111,7 @@ def check_type(call: str, value: Any, *kinds: type[Any], optional: bool = False)
 
 
 def check_function(call: str, name: str, function: Any) -> Any:
-    """Raise ``TypeError`` if a value is not callable, or is a module class instead of a module."""
+    """Raise ``TypeError`` if the argument is not callable, or if it is a module class instead of a module."""
     if isinstance(function, type) and issubclass(function, torch.nn.Module):
         raise TypeError(
             f"{call}: {name} must be a function or a module, got the class {function.__name__}. Make one of it: "

@@ -72,7 +72,7 @@ class Structured:
         return [found[number] for number in range(len(self.tensors))]
 
     def restored(self) -> Any:
-        """Return the value, with its original types."""
+        """Return the nested value, with its original container types."""
         return _filled(self.form, self.tensors)
 
 
