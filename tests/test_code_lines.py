@@ -6,7 +6,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 21_700, "experiments": 9_000, "tests": 27_700}
+LINES = {"metagrad": 21_700, "experiments": 9_000, "tests": 26_900}
 FILES = {"metagrad": 229, "experiments": 74}
 
 

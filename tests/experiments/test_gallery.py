@@ -66,6 +66,7 @@ def test_missing_data_are_one_error_before_anything_starts(gallery, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_no_child_outlives_the_gallery(start_program, tmp_path):
     process = start_program("gallery", "only=[train]", f"folder={tmp_path}", cwd=tmp_path)
     while not (tmp_path / "train" / "metrics.jsonl").exists() and process.poll() is None:

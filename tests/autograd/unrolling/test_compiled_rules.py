@@ -72,7 +72,9 @@ def outcome(kinds, *given, **options):
     return {key: params["w"] for key, (params, _) in last.items()}
 
 
-@pytest.mark.parametrize("given", [(), (RULES,)], ids=["closed over", "an argument"])
+@pytest.mark.parametrize(
+    "given", [(), pytest.param((RULES,), marks=pytest.mark.slow)], ids=["closed over", "an argument"]
+)
 def test_no_formula_has_the_form_that_torch_compiles_wrongly(given):
     found = set()
 
