@@ -1,4 +1,4 @@
-"""Meta-learning and second-order optimization on PyTorch, right at every order."""
+"""Meta-learning and second-order optimization for PyTorch, with correct derivatives of every order."""
 
 from metagrad import autograd, curvature, distributed, hypergrad, memory, meta, models, optim, sparse, tasks
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll

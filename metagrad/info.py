@@ -1,6 +1,6 @@
 """Versions, devices, threads, environment and optional packages for a bug report: ``python -m metagrad.info``.
 
-``python -m metagrad.info --probes`` tests the installed torch for the faults that metagrad knows.
+``python -m metagrad.info --probes`` tests whether the installed torch has the faults that metagrad knows.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ OPTIONAL = {
     "torchvision": "data sets for mg.tasks.FewShot",
     "triton": "compile=True on a GPU",
 }
-"""Distributions that need not be installed, and what needs them."""
+"""Optional distributions, each with the feature that needs it."""
 
 PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "MALLOC_", "PYTORCH_", "TORCH_", "CUDA_VISIBLE", "CUBLAS_")
-"""How variables begin that change speed, numbers or memory; with ``LD_PRELOAD`` and ``ATEN_CPU_CAPABILITY``."""
+"""Prefixes of environment variables that change speed, numbers or memory.
+
+``LD_PRELOAD``, ``ATEN_CPU_CAPABILITY`` and ``CXX`` are reported in addition.
+"""
 
 _COMPILER = "C++ compiler"
 
 TESTED = (2, 13)
-"""The newest minor version of torch that the tests were run on."""
+"""Newest minor version of torch that the tests have covered."""
 
 
 @dataclass(frozen=True)
 class Info:
-    """What :func:`collect` finds; its ``str`` is what ``python -m metagrad.info`` prints."""
+    """Result of :func:`collect`. ``python -m metagrad.info`` prints its ``str``."""
 
     versions: dict[str, str]
     platform: str
@@ -71,12 +74,15 @@ class Info:
 
 
 def collect() -> Info:
-    """Collect what a bug report needs; nothing is imported, allocated or sent for it.
+    """Collect the facts that a bug report needs. Nothing is imported, allocated or sent.
 
     Returns:
-        An :class:`Info`, whose ``str`` is a table: versions of metagrad, Python, torch and NumPy, the vector width
-        that torch's kernels use, the number of threads, GPUs, variables of the environment that change speed, numbers
-        or memory, and which optional packages are there.
+        An :class:`Info`, whose ``str`` is a table. The table lists
+
+        - the versions of metagrad, Python, torch and NumPy,
+        - the vector width of torch's CPU kernels, the number of threads, and the GPUs,
+        - environment variables that change speed, numbers or memory,
+        - the installed and the missing optional packages.
 
     Example:
         >>> import metagrad.info
@@ -124,7 +130,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _compiler() -> str | None:
-    """Return the compiler that torch.compile takes on a CPU."""
+    """Return the path of the C++ compiler that torch.compile uses on a CPU, or None."""
     return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
 
 
@@ -140,9 +146,9 @@ class Fault(NamedTuple):
     """A fault of torch.
 
     Attributes:
-        name: What torch computes wrongly.
-        workaround: What the library does instead.
-        is_there: Returns whether the installed torch has the fault.
+        name: Description of the wrong computation.
+        workaround: Description of what the library does instead.
+        is_there: Function that returns whether the installed torch has the fault.
         is_compiled: True if the probe compiles a kernel, which takes up to a minute.
     """
 
@@ -204,7 +210,7 @@ FAULTS = (
 
 
 def probed() -> str:
-    """Return the known faults of torch as lines of text: whether each is there, and what metagrad does instead."""
+    """Return the known faults of torch as text. Each fault is present or gone, and its workaround follows."""
     lines: list[str] = []
     for fault in FAULTS:
         lines += [f"{'present' if fault.is_there() else 'gone':8} {fault.name}", f"{'':8} {fault.workaround}"]

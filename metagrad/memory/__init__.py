@@ -1,4 +1,4 @@
-"""Memory of every inner and outer step: `MemoryTracker`, its `Record`, and `current()`, the open tracker."""
+"""Memory of every inner and outer step: `MemoryTracker`, `Record`, and `current()` for the open tracker."""
 
 from metagrad.memory.report import Record
 from metagrad.memory.tracker import MemoryTracker, current

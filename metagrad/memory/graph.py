@@ -1,4 +1,4 @@
-"""Bytes saved for backward: what autograd's graph holds, by saved-tensor hooks."""
+"""Bytes that the autograd graph stores for backward, counted by saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class _Saved:
-    """What the graph keeps instead of a tensor: a detached alias, and the version at which it was saved.
+    """Detached alias that the graph stores instead of a tensor, with the version of the tensor at the save.
 
-    Never the tensor itself, whose `grad_fn` would hold it in turn. `detach` shares the version counter, so a
-    later in-place change shows.
+    The tensor itself would be a reference cycle through its `grad_fn`. `detach` shares the version counter, so a
+    later in-place change is detected.
     """
 
     __slots__ = ("graph", "serial", "tensor", "version")
@@ -35,9 +35,9 @@ class _Saved:
 
 
 class SavedGraph:
-    """Count the bytes on `device` that autograd saves for backward while this is open, each storage once.
+    """Count the bytes on `device` that autograd saves for backward while this object is open, each storage once.
 
-    Leaf parameters and views of them are not counted: they live without the graph.
+    Leaf parameters and their views are not counted, because they are alive without the graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class SavedGraph:
         """Push the hooks.
 
         Raises:
-            RuntimeError: where torch refuses hooks, or where other hooks are on, which these would hide.
+            RuntimeError: torch does not support hooks here, or other hooks are active and would be hidden.
         """
         if not _torch.saved_tensors_hooks_enabled():
             raise RuntimeError(
@@ -70,20 +70,23 @@ class SavedGraph:
         self._hooks.__enter__()
 
     def close(self) -> None:
-        """Pop the hooks. What they saved stays usable."""
+        """Pop the hooks. Saved tensors stay usable."""
         self._hooks.__exit__()
 
     def forget(self, serial: int) -> None:
-        """Note that a saved tensor was dropped; safe at any moment, in any thread."""
+        """Queue the removal of a dropped saved tensor. Safe at any time, in any thread."""
         self._forgotten.append(serial)
 
     def held(self) -> int:
-        """Return the bytes saved since the opening and still held."""
+        """Return the bytes that were saved since `open` and are still held."""
         self._settle()
         return self._total
 
     def held_since(self, serial: int) -> int:
-        """Return the bytes saved from save number `serial` on and still held, saved before or not."""
+        """Return the bytes that were saved from save number `serial` on and are still held.
+
+        A storage counts even if an earlier save also holds it.
+        """
         self._settle()
         nbytes: dict[int, int] = {}
         for number in reversed(self._live):
@@ -93,7 +96,7 @@ class SavedGraph:
         return sum(nbytes.values())
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        # A custom autograd.Function saves while function modes are active, which must not see these operations.
+        # A custom autograd.Function saves under active function modes. They must not see these operations.
         with _torch.without_torch_function():
             parts = () if _is_leaf_parameter(tensor) else self._parts(tensor)
             saved = _Saved(tensor, self, self.next_serial if parts else None)
@@ -125,7 +128,7 @@ class SavedGraph:
         return tuple((storage._cdata, storage.nbytes()) for storage in here)
 
     def _settle(self) -> None:
-        # A saved tensor may die while a dict above is iterated, so its death only queues it.
+        # A saved tensor may be freed while a dict above is iterated, so `forget` only queues its number.
         while self._forgotten:
             for key, _ in self._live.pop(self._forgotten.pop()):
                 self._holders[key] -= 1
@@ -135,7 +138,7 @@ class SavedGraph:
 
     @contextlib.contextmanager
     def aside(self) -> Generator[None]:
-        """Take the hooks off inside a ``with`` block, if they are on top of others."""
+        """Remove the hooks for a ``with`` block, if they are the innermost hooks."""
         top = _torch.innermost_saved_tensors_hooks(False)
         if top is None or top[0] is not self._hooks.pack_hook:
             yield

@@ -1,4 +1,4 @@
-"""Phases, the meter that they read on entry and exit, and the stack of the open ones."""
+"""Phases, the stack of open phases, and the CUDA meter that phases read on entry and exit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from metagrad.memory.storages import Ledger, Slot
 Path = tuple[tuple[str, "int | None"], ...]
 
 AGAIN = " again"
-"""The end of the name of a phase that a backward pass opens, because it recomputes a step."""
+"""Suffix of the name of a phase that is opened in a backward pass, which recomputes a step."""
 
 
 @dataclass(eq=False)
 class Phase:
-    """One phase instance, in bytes and seconds; `held_*` is what the graph holds of the whole run by then."""
+    """One phase instance. Sizes are in bytes, times in seconds.
+
+    `graph` counts the saves of this phase. `held_before` and `held_after` count the whole graph of the run, on entry
+    and on exit.
+    """
 
     path: Path = ()
     parent: Phase | None = None
@@ -35,17 +39,17 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """The name, "inner" for `inner(k)`."""
+        """Name of the phase, "inner" for `inner(k)`."""
         return self.path[-1][0]
 
     @property
     def index(self) -> int | None:
-        """The number, k for `inner(k)`."""
+        """Number of the phase, k for `inner(k)`, or None."""
         return self.path[-1][1]
 
 
 def label(path: Path) -> str:
-    """Return a path in words: `outer 3 / inner 0`."""
+    """Return a path as text, such as `outer 3 / inner 0`."""
     return " / ".join(_step_label(name, index) for name, index in path)
 
 
@@ -57,21 +61,21 @@ def _step_label(name: str, index: int | None) -> str:
 class AllocatorMeter:
     """All bytes allocated by CUDA's caching allocator on one device, rounded up to its blocks.
 
-    It resets `torch.cuda.max_memory_allocated` on entry to and exit from every phase.
+    The meter resets `torch.cuda.max_memory_allocated` on entry to and exit from every phase.
     """
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.init()  # the maximum cannot be reset before
+        torch.cuda.init()  # before this call the maximum cannot be reset
         self._device = device
 
     @property
     def total(self) -> int:
-        """The bytes allocated."""
+        """Allocated bytes."""
         return torch.cuda.memory_allocated(self._device)
 
     @property
     def window_peak(self) -> int:
-        """The maximum since the last reset."""
+        """Maximum allocated bytes since the last reset."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_window(self) -> None:
@@ -80,10 +84,10 @@ class AllocatorMeter:
 
 
 class PhaseStack:
-    """The open phases over one meter, whose single maximum serves them all.
+    """Stack of the open phases, which share the single maximum of one meter.
 
-    Entering a child folds the maximum so far into its parent and resets the meter; leaving it folds what the
-    meter saw into the child and the child into the parent, and resets. So a phase's peak is that of its whole
+    On entry to a child, the parent takes over the maximum so far, and the meter is reset. On exit, the child takes
+    over the maximum, and the parent takes over the peak of the child. So the peak of a phase covers its whole
     duration.
     """
 
@@ -95,7 +99,7 @@ class PhaseStack:
 
     @property
     def top(self) -> Phase:
-        """The innermost open phase."""
+        """Innermost open phase."""
         return self.open[-1]
 
     def push(self, phase: Phase) -> None:
@@ -104,7 +108,7 @@ class PhaseStack:
         self.open.append(self._start(phase))
 
     def pop(self) -> Phase:
-        """Leave the innermost phase and return it, its numbers complete."""
+        """Leave the innermost phase and return it with complete numbers."""
         self.top.after = self._meter.total
         self.fold()
         phase = self.open.pop()
@@ -115,12 +119,12 @@ class PhaseStack:
         return phase
 
     def fold(self) -> None:
-        """Fold what the meter saw into the innermost phase, and start the meter's maximum anew."""
+        """Update the peak of the innermost phase with the maximum of the meter, and reset the meter."""
         self.top.peak = max(self.top.peak, self._meter.window_peak)
         self._meter.reset_window()
 
     def peak(self) -> int:
-        """Return the peak of the run so far."""
+        """Return the peak of the run so far, in bytes."""
         return max(self._meter.window_peak, *(phase.peak for phase in self.open))
 
     def _start(self, phase: Phase) -> Phase:

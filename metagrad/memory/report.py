@@ -1,4 +1,4 @@
-"""Records of phases, the table of them, and the summary: one sentence on what a run's memory does."""
+"""Records of phases, their table, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ MAX_ROWS = 60
 _HEAD_ROWS = 20
 _COLUMNS = ("phase", "before", "after", "peak", "peak delta", "graph", "at peak", "seconds")
 
-# Less than this share of what an outer step takes at its peak, left from one outer step to the next (a list
-# of losses), is not called a leak. The bytes are stated either way.
+# The summary reports a leak if an outer step leaves more than this share of the bytes that it needs at its peak.
+# A list of losses stays below the share.
 _LEAK_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one phase did to memory, as :class:`MemoryTracker` saw it. All sizes are bytes.
+    """Memory use of one phase, as measured by :class:`MemoryTracker`. All sizes are in bytes.
 
     Attributes:
-        path: the open phases from the outermost to this one, e.g. `(("outer", 3), ("inner", 0))`; a phase
-            without a number has `None`.
-        before: bytes in use on entry.
-        after: bytes in use on exit.
-        peak: the maximum in between, nested phases included.
-        graph: bytes saved for backward during the phase (nested phases included) and still held at its end. A
-            storage counts once; leaf parameters and views of them do not count; what an earlier phase saved
-            too does.
-        at_peak: bytes alive at the run's peak that this very phase allocated, nested phases excluded, so that
-            the records of a run add up to its peak less what was made outside of every phase (on CUDA
-            before its rounding).
-        seconds: wall time on the host. CUDA is not synchronized.
-        device: the device measured, e.g. "cuda:0". On a CPU bytes count from the opening, on CUDA they are absolute.
+        path: Names and numbers of the open phases, from the outermost to this phase, e.g.
+            `(("outer", 3), ("inner", 0))`. The number is `None` for a phase without a number.
+        before: Bytes in use on entry.
+        after: Bytes in use on exit.
+        peak: Maximum bytes in use during the phase, including nested phases.
+        graph: Bytes that were saved for backward during the phase and are still held at its end, including nested
+            phases. A storage counts once, even if an earlier phase also saved it. Leaf parameters and their views do
+            not count.
+        at_peak: Bytes alive at the peak of the run that this phase allocated, excluding nested phases. The sum over
+            all records is the peak minus the bytes allocated outside of every phase. On CUDA these bytes are not
+            rounded up to blocks.
+        seconds: Wall time on the host in seconds. CUDA is not synchronized.
+        device: Measured device, e.g. "cuda:0". Bytes on a CPU are relative to the opening of the tracker. Bytes on
+            CUDA are absolute.
     """
 
     path: Path
@@ -49,37 +50,37 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The innermost name, "inner" for `inner(k)`."""
+        """Name of the phase, "inner" for `inner(k)`."""
         return self.path[-1][0]
 
     @property
     def index(self) -> int | None:
-        """The innermost number, k for `inner(k)`, or `None`."""
+        """Number of the phase, k for `inner(k)`, or `None`."""
         return self.path[-1][1]
 
     @property
     def depth(self) -> int:
-        """The number of phases around this one."""
+        """Number of phases around this phase."""
         return len(self.path) - 1
 
     @property
     def outer(self) -> int | None:
-        """The outer step this belongs to, or `None` outside of every outer step."""
+        """Number of the outer step around this phase, or `None` outside of every outer step."""
         return next((index for name, index in self.path if name == "outer"), None)
 
     @property
     def peak_delta(self) -> int:
-        """The bytes by which the peak exceeds what was in use on entry."""
+        """Peak minus the bytes in use on entry."""
         return self.peak - self.before
 
     def as_dict(self) -> dict[str, object]:
-        """Return all of it, properties included, as JSON types; the path as a list of `[name, index]`."""
+        """Return all attributes and properties as JSON types. The path is a list of `[name, index]`."""
         derived = {name: getattr(self, name) for name in ("name", "index", "depth", "outer", "peak_delta")}
         return {**asdict(self), **derived, "path": [list(step) for step in self.path]}
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return a size for people, in powers of 1024."""
+    """Return a size as text, in powers of 1024."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
@@ -89,9 +90,10 @@ def format_bytes(nbytes: int) -> str:
 
 
 def table(records: list[Record], last: int | None = None) -> str:
-    """Return the records as aligned text, one row each, indented by nesting; rows left out are stated.
+    """Return the records as aligned text with one row each, indented by nesting.
 
-    Without `last`, more than 60 records show as the first 20 and the last 40.
+    Without `last`, only the first 20 and the last 40 of more than 60 records are shown. A line says how many rows are
+    hidden.
     """
     if not records:
         return "no phase was recorded"
@@ -130,7 +132,7 @@ def _align(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 class Growth(NamedTuple):
-    """Bytes from one step to the next: all of them, and those the graph holds."""
+    """Growth of memory from one step to the next: all bytes, and the bytes that the graph holds."""
 
     total: int
     graph: int
@@ -148,7 +150,7 @@ def summary(phases: list[Phase], holder: str, peak: int) -> str:
 
 
 def inner_growth(phases: list[Phase]) -> list[Growth]:
-    """Return the growth over each pair of inner steps k, k + 1 of one parent; without pairs, each step."""
+    """Return the growth over each pair of inner steps k, k + 1 of one parent. Without pairs, use each step."""
     inner = [phase for phase in phases if phase.name == "inner"]
     by_parent: dict[int, list[Phase]] = {}
     for phase in inner:
@@ -174,7 +176,7 @@ def _between(first: Phase, second: Phase) -> Growth:
 
 
 def _growth(total: int, graph: int) -> Growth:
-    # The graph may also take hold of what was there before: that is no growth.
+    # The graph may also save a tensor that was allocated earlier. This is not growth.
     return Growth(total, min(max(graph, 0), max(total, 0)))
 
 
@@ -200,7 +202,7 @@ def _on_outer(phases: list[Phase]) -> str:
 
 
 def _typical(growths: list[Growth]) -> Growth:
-    """Return the growth of the median total."""
+    """Return the growth with the median total."""
     return sorted(growths, key=lambda growth: growth.total)[(len(growths) - 1) // 2]
 
 

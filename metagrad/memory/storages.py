@@ -1,4 +1,4 @@
-"""The storage ledger: every storage made while it is open, its bytes, and the phase that made it."""
+"""Ledger of storages: the bytes of every storage allocated while it is open, and the phase that allocated it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _COMPONENTS = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 
-# The operations that introduce storages made outside of the dispatcher, by `torch.tensor` and `torch.load`.
+# Operations that introduce storages that `torch.tensor` and `torch.load` allocate outside of the dispatcher.
 _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default})
 _REBUILD = torch.ops.aten.set_.source_Storage_storage_offset
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that hold `tensor`: those of its components if it is sparse or a wrapper.
+    """Yield the storages of `tensor`, or the storages of its components if it is sparse or a wrapper.
 
-    A tensor without memory of torch's (mkldnn, the zero tensors of forward mode) yields nothing.
+    Nothing is yielded for mkldnn tensors and for the zero tensors of forward mode, whose memory torch does not own.
     """
     if _has_own_dispatch(type(tensor)):
         for inner in _wrapped(tensor):
@@ -56,7 +56,7 @@ def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class Slot:
-    """The live bytes of one phase, and what they were at the run's peak."""
+    """Live bytes of one phase, now and at the peak of the run."""
 
     __slots__ = ("_at_peak", "_epoch", "live")
 
@@ -66,18 +66,18 @@ class Slot:
         self._epoch = -1
 
     def freeze(self, epoch: int) -> None:
-        """Remember the bytes of now as those at peak number `epoch`, unless that was done already."""
+        """Store the live bytes as the bytes at peak number `epoch`, unless they are already stored."""
         if self._epoch != epoch:
             self._at_peak = self.live
             self._epoch = epoch
 
     def at_peak(self, epoch: int) -> int:
-        """Return the bytes at peak number `epoch`: the live ones if nothing changed since."""
+        """Return the bytes at peak number `epoch`. They are the live bytes if nothing has changed since."""
         return self._at_peak if self._epoch == epoch else self.live
 
 
 class _Known(weakref.ref):
-    """A storage in the ledger, by weak reference."""
+    """Weak reference to a storage in the ledger."""
 
     __slots__ = ("key", "nbytes", "slot")
 
@@ -87,12 +87,17 @@ class _Known(weakref.ref):
 
 
 class Ledger:
-    """Count the bytes of the storages that operations make on `device` from now on, by phase.
+    """Count the bytes of the storages that operations allocate on `device` from now on, by phase.
 
-    `total` are the bytes alive, `peak` their maximum, `window_peak` their maximum since `reset_window`. Storages that
-    exist already are not counted, and their release is not subtracted. The peak is attributed copy-on-write: a new
-    maximum only raises an epoch number, and a slot remembers its bytes at the first change after it, so an allocation
-    costs the same however many phases there are.
+    Storages that exist already are not counted, and their release is not subtracted. The peak is attributed
+    copy-on-write. A new maximum only increments an epoch number, and a slot stores its bytes at the first change after
+    the maximum. The cost of an allocation therefore does not depend on the number of phases.
+
+    Attributes:
+        total: Bytes alive.
+        peak: Maximum of `total`.
+        window_peak: Maximum of `total` since `reset_window`.
+        slot: Slot of the current phase, which counts new storages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,7 +110,7 @@ class Ledger:
         self._known: dict[int, _Known] = {}
 
     def observe(self, func: object, inputs: object, outputs: object) -> None:
-        """Enter the storages that `func` made, and the new sizes of those it resized."""
+        """Register the storages that `func` allocated, and update the sizes of storages that it resized."""
         old: set[int] | None = None
         for tensor in tensors_in(outputs):
             for storage in storages_of(tensor):
@@ -118,24 +123,27 @@ class Ledger:
                         self._register(storage)
 
     def at_peak(self, slot: Slot) -> int:
-        """Return the bytes that `slot` held when `total` was at its peak."""
+        """Return the bytes of `slot` when `total` was at its peak."""
         return slot.at_peak(self._epoch)
 
     def reset_window(self) -> None:
-        """Start `window_peak` anew."""
+        """Start a new `window_peak`."""
         self.window_peak = self.total
 
     def close(self) -> None:
-        """Stop: later deaths change nothing."""
+        """Stop counting. Storages that are freed later have no effect."""
         self._known.clear()
 
     def _keys(self, func: object, inputs: object) -> set[int]:
-        """Return the storages that `func` did not make: those of its inputs, unless it is one of `_LIFTS`."""
+        """Return the keys of the storages that `func` did not allocate.
+
+        These are the storages of its inputs, except for the operations that introduce their input.
+        """
         if func is _REBUILD:
             return set()
         storages = (storage for tensor in tensors_in(inputs) for storage in storages_of(tensor))
         if func in _LIFTS:
-            # Memory that torch does not own (`from_numpy`) cannot be resized.
+            # Memory that torch does not own, as after `from_numpy`, cannot be resized.
             return {storage._cdata for storage in storages if not storage.resizable()}
         return {storage._cdata for storage in storages}
 
@@ -156,7 +164,7 @@ class Ledger:
         self._change(known.slot, -known.nbytes)
 
     def _change(self, slot: Slot, nbytes: int) -> None:
-        # A death may call this from any point that drops a reference. The updates below drop integers only.
+        # This runs wherever dropping a reference frees a storage. The updates below drop only integers.
         total = self.total + nbytes
         if total > self.peak:
             self.peak = total
@@ -170,7 +178,10 @@ class Ledger:
 
 
 class StorageMode(TorchDispatchMode):
-    """Show every operation's outputs to a ledger; a wrapper subclass runs first, so those inside it too."""
+    """Pass the outputs of every operation to a ledger.
+
+    A wrapper subclass runs first, so the ledger also sees the operations inside the wrapper.
+    """
 
     supports_higher_order_operators = True
 
@@ -185,25 +196,25 @@ class StorageMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        # A fake tensor refuses to run below its own mode; it has no memory to count.
+        # A fake tensor has no memory to count, and it cannot run below its own mode.
         if any(_has_own_dispatch(cls) and not issubclass(cls, FakeTensor) for cls in types):
             return NotImplemented
-        # A custom autograd.Function saves its outputs with function modes at work, to which this is no call.
+        # A custom autograd.Function saves its outputs under active function modes, which must not see this call.
         with _torch.without_torch_function():
             outputs = _call(func, args, kwargs or {})
             self.ledger.observe(func, (args, kwargs), outputs)
         return outputs
 
 
-# After the class: torch wraps what the class defines, and loads the compiler for that.
+# Assigned after the class, because torch wraps a method of the class body and loads the compiler for it.
 StorageMode.__torch_dispatch__ = StorageMode._observed
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Call `func` below a mode, with zero tensors as above it.
+    """Call `func` below a mode, with the kernels for zero tensors.
 
-    Below any mode torch 2.13 excludes the kernels for zero tensors, which forward mode makes; `mul.Scalar` of
-    one then reads through a null pointer: a backward through `torch.func.hessian` crashes the process.
+    Forward mode creates zero tensors. Below any mode, torch 2.13 excludes their kernels, and `mul.Scalar` of a zero
+    tensor reads a null pointer. A backward pass through `torch.func.hessian` then crashes the process.
     """
     if not any(isinstance(arg, torch.Tensor) and arg._is_zerotensor() for arg in args):
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The memory tracker: what a user opens, and what it says of the run."""
+"""The memory tracker: the public class and the state of one run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def current() -> MemoryTracker | None:
 
 
 def hooks_aside() -> contextlib.AbstractContextManager[object]:
-    """Take the hooks of the open tracker off for a ``with`` block, around transforms of torch that refuse hooks."""
+    """Remove the hooks of the open tracker for a ``with`` block around torch transforms that do not support hooks."""
     tracker = current()
     return contextlib.nullcontext() if tracker is None else tracker.without_hooks()
 
@@ -43,34 +43,36 @@ def hooks_aside() -> contextlib.AbstractContextManager[object]:
 class MemoryTracker:
     """Measure the memory of every inner and outer step while it is open.
 
-    A tracker measures one run: it is opened once, and one is open at a time. A run's phases nest to any depth.
-    What is read on entry and exit depends on the device:
+    A tracker measures one run. It is opened once, and only one tracker is open at a time. Phases nest to any depth.
+    The measured bytes depend on the device:
 
-    - On a CPU every storage that an operation in this thread makes, to the byte, *relative to the opening*: what was
-      made before counts neither alive nor dead. Not seen: scratch space inside one kernel, memory that torch does not
-      own (`torch.from_numpy`), mkldnn tensors. A storage resized by hand (`untyped_storage().resize_`) is seen at the
-      next operation that returns it.
-    - On CUDA `torch.cuda.memory_allocated` and its maximum, absolute, rounded up to blocks. It resets
-      `torch.cuda.max_memory_allocated` on entry to and exit from every phase.
+    - On a CPU, the tracker counts every storage that an operation in this thread allocates, exact to the byte. Bytes
+      are *relative to the opening* of the tracker, so earlier storages and their release do not count. Scratch space
+      inside a kernel, mkldnn tensors and memory that torch does not own (`torch.from_numpy`) are not counted. If
+      `untyped_storage().resize_` resizes a storage, its size is updated by the next operation that returns it.
+    - On CUDA, the tracker reads `torch.cuda.memory_allocated` and its maximum. Bytes are absolute and rounded up to
+      blocks. The tracker resets `torch.cuda.max_memory_allocated` on entry to and exit from every phase.
 
-    A ledger of storages gives `at_peak`, and saved-tensor hooks give `graph`. Under them:
+    On both devices, a ledger of storages measures `at_peak`, and saved-tensor hooks measure `graph`. While the
+    tracker is open:
 
-    - `torch.func.grad` and `torch.func.vjp` raise: torch does not support saved-tensor hooks there. Call them inside
-      `with mem.without_hooks():`. `torch.vmap` of a forward is counted.
-    - Under hooks of others (`torch.utils.checkpoint`, `save_on_cpu`) theirs apply: `graph` counts nothing.
-    - Functions of `torch.compile` run uncompiled: torch skips them under a `TorchDispatchMode`.
-    - Every operation costs some microseconds more.
+    - `torch.func.grad` and `torch.func.vjp` raise an error, because torch does not support saved-tensor hooks there.
+      Call them inside `with mem.without_hooks():`. A forward pass in `torch.vmap` is counted.
+    - Inside `torch.utils.checkpoint` or `save_on_cpu`, their hooks replace the tracker's hooks. `graph` does not
+      count tensors that are saved there.
+    - Functions of `torch.compile` run uncompiled, because torch skips them under a `TorchDispatchMode`.
+    - Every operation takes some microseconds longer.
 
-    Saved tensors keep torch's check: one that was modified in place raises when backward needs it.
+    As in torch, backward raises an error if a saved tensor was modified in place.
 
     Args:
-        device: The device to measure. `None` is the current CUDA device if CUDA is available and initialized, else
+        device: Device to measure. `None` is the current CUDA device if CUDA is available and initialized, otherwise
             the CPU.
 
     Raises:
         ValueError: `device` is neither a CPU nor a CUDA device.
-        RuntimeError: on opening: a second time, beside an open tracker, under saved-tensor hooks, or inside
-            `torch.func.grad` or `vjp`. On closing: a phase is still open.
+        RuntimeError: The tracker is opened a second time, while a tracker is open, under saved-tensor hooks, or
+            inside `torch.func.grad` or `vjp`. Or the tracker is closed while a phase is open.
 
     Example:
         >>> import torch
@@ -97,7 +99,7 @@ class MemoryTracker:
         self._run: TrackedRun | None = None
 
     def __enter__(self) -> MemoryTracker:
-        """Open."""
+        """Open the tracker."""
         global _open
         if _open is not None:
             which = "this one is" if _open[0] is self else "another one is"
@@ -116,7 +118,7 @@ class MemoryTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, with every phase that is still open."""
+        """Close every open phase and the tracker."""
         global _open
         assert self._run is not None
         innermost = self._run.close()
@@ -139,8 +141,8 @@ class MemoryTracker:
         """Open a phase of any name for a `with` block.
 
         Args:
-            name: how it is called in records and tables.
-            index: its number, if it has one.
+            name: Name of the phase in records and tables.
+            index: Number of the phase, or None.
 
         Returns:
             A context manager that enters the phase and leaves it, also when an exception passes through.
@@ -148,8 +150,7 @@ class MemoryTracker:
         Raises:
             TypeError: `name` is not a string.
             ValueError: `index` is not an integer of at least 0.
-            RuntimeError: on entering, the tracker is closed or open in another thread; on leaving, a phase
-                inside this one is still open.
+            RuntimeError: The tracker is closed or open in another thread on entry, or a nested phase is open on exit.
         """
         check_type("MemoryTracker.phase(name)", name, str)
         check_count(f"MemoryTracker.phase({name!r}, index=...)", index, 0, optional=True)
@@ -157,36 +158,40 @@ class MemoryTracker:
         return self._inside((name + AGAIN * is_again, index))
 
     def implied_outer(self) -> contextlib.AbstractContextManager[object]:
-        """Open the next outer step if no phase is open, else nothing; what a library calls around a step."""
+        """Open the next outer step for a `with` block, unless a phase is open.
+
+        A library calls this method around a step.
+        """
         if self._run is None or self._run.depth:
             return contextlib.nullcontext()
         return self.outer(sum(record.depth == 0 and record.name == "outer" for record in self.records()))
 
     def without_hooks(self) -> contextlib.AbstractContextManager[object]:
-        """Take the saved-tensor hooks off for a ``with`` block, where `torch.func.grad` and `vjp` refuse them.
+        """Remove the saved-tensor hooks for a ``with`` block.
 
-        What is saved inside is not in `graph`.
+        `torch.func.grad` and `vjp` do not support these hooks. `graph` does not count tensors
+        that are saved inside the block.
         """
         return contextlib.nullcontext() if self._run is None else self._run.graph.aside()
 
     @property
     def peak(self) -> int:
-        """The most bytes in use at any time of the run so far; 0 before it."""
+        """Maximum bytes in use during the run so far, 0 before the run."""
         return 0 if self._run is None else self._run.peak
 
     def records(self) -> list[Record]:
-        """Return one record for each phase instance that was left, in the order of entry."""
+        """Return one record for each closed phase, in the order of entry."""
         return [] if self._run is None else [self._run.record(phase) for phase in self._run.closed_phases()]
 
     def table(self, last: int | None = None) -> str:
-        """Return the records as text, a row each, indented by nesting.
+        """Return the records as text with one row each, indented by nesting.
 
         Args:
-            last: show the last `last` rows. `None` shows all up to 60, and of more the first 20 and the
-                last 40. A line says how many rows were left out.
+            last: Number of rows to show, counted from the end. `None` shows up to 60 records, or the first 20 and the
+                last 40 of more records. A line says how many rows are hidden.
 
         Returns:
-            Aligned lines, the last of which says what was measured and how.
+            Aligned lines. The device and the origin of its bytes follow the rows.
 
         Raises:
             ValueError: `last` is not positive.
@@ -196,10 +201,10 @@ class MemoryTracker:
     def summary(self) -> str:
         """Return three short lines on the inner steps, the outer steps and the peak of the run.
 
-        - ``inner steps``: median growth from the end of one inner step to the end of the next, and the part of it
-          that the autograd graph holds. A single inner step reports what it leaves allocated.
+        - ``inner steps``: median growth from one inner step to the next, and the part that the autograd graph holds.
+          A single inner step reports the bytes that it leaves allocated.
         - ``recomputed``: only if a backward pass recomputed inner steps. Compare the graph of a step with
-          ``inner steps``: recomputation saves the difference for each step.
+          ``inner steps``. Recomputation saves the difference for each step.
         - ``outer steps``: ``freed``, or a leak if an outer step leaves more than a percent of its own peak.
         - ``peak``: maximum bytes in use, and the phase that allocated the largest part of them.
         """
@@ -241,7 +246,7 @@ class MemoryTracker:
 
 
 class TrackedRun:
-    """The phases of one run and their numbers. It is open from the start until `close`."""
+    """Phases of one run and their numbers. A run is open until `close`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -260,16 +265,16 @@ class TrackedRun:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still measures."""
+        """Whether the run still measures."""
         return not self.root.closed
 
     @property
     def peak(self) -> int:
-        """The most bytes in use so far."""
+        """Maximum bytes in use so far."""
         return self._stack.peak() if self.is_open else self.root.peak
 
     def push(self, step: tuple[str, int | None]) -> Phase:
-        """Enter a phase inside the innermost one."""
+        """Enter a phase inside the innermost phase."""
         parent = self._stack.top
         phase = Phase(path=(*parent.path, step), parent=parent)
         phase.held_before, phase.first_save = self.graph.held(), self.graph.next_serial
@@ -279,7 +284,7 @@ class TrackedRun:
         return phase
 
     def leave(self, phase: Phase) -> Phase:
-        """Close `phase` and all that is open inside it; return the one that was innermost."""
+        """Close `phase` and all phases inside it. Return the phase that was innermost."""
         if phase.closed:
             return phase
         innermost = self._stack.top
@@ -290,22 +295,22 @@ class TrackedRun:
         return innermost
 
     def close(self) -> Phase:
-        """Close every open phase, then take the instruments off; return the phase that was innermost."""
+        """Close every open phase, then remove the hooks and the mode. Return the phase that was innermost."""
         innermost = self.leave(self.root)
         self._instruments.close()
         return innermost
 
     @property
     def depth(self) -> int:
-        """How many phases are open."""
+        """Number of open phases."""
         return len(self._stack.open) - 1
 
     def closed_phases(self) -> list[Phase]:
-        """Return the phases that were left, in the order of entry."""
+        """Return the closed phases, in the order of entry."""
         return [phase for phase in self._phases if phase.closed]
 
     def at_peak(self, phase: Phase) -> int:
-        """Return the bytes that `phase` itself made and that the peak had."""
+        """Return the bytes alive at the peak that `phase` itself allocated."""
         return self._ledger.at_peak(phase.slot)
 
     def record(self, phase: Phase) -> Record:
@@ -314,7 +319,7 @@ class TrackedRun:
         return Record(phase.path, *sizes, phase.seconds, str(self._device))
 
     def peak_holder(self) -> Phase:
-        """Return the phase that made most of the peak."""
+        """Return the phase that allocated most of the peak."""
         return max([*self._phases, self.root], key=self.at_peak)
 
     def _pop(self) -> None:
