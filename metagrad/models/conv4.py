@@ -29,13 +29,13 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 class Conv4(nn.Sequential):
     """Image classifier with four blocks of 3x3 convolution, normalization, ReLU and downsampling by 2.
 
-    Pooling comes before the ReLU. The result and the gradients are the same, because ReLU is monotonic. A meta-step
-    that runs its tasks sequentially needs a quarter less memory.
+    Pooling comes before the ReLU. The result and the gradients are the same as in the usual order, because ReLU is
+    monotonic. A meta-step that runs its tasks sequentially then needs a quarter less memory.
 
-    The model is a sequence of `images` (a shape check), `blocks`, `features` and `head`. It works with
-    `torch.func.functional_call` and `torch.vmap`, and its first and second derivatives are correct. PyTorch 2.13
-    computes wrong third derivatives of `nn.BatchNorm2d`. If you need them, use `norm="group"` or call the model in
-    `metagrad.models.composite_norms()`.
+    The model is a sequence of `images`, `blocks`, `features` and `head`. The module `images` checks shapes. The model
+    works with `torch.func.functional_call` and `torch.vmap`. Its first and second derivatives are correct, but
+    PyTorch 2.13 computes wrong third derivatives of `nn.BatchNorm2d`. If you need them, use `norm="group"` or call the
+    model in `metagrad.models.composite_norms()`.
 
     Args:
         ways: Number of classes.

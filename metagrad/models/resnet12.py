@@ -27,8 +27,9 @@ class ResNet12(nn.Sequential):
     with 1x1 convolutions :math:`C_0` and leaky ReLUs :math:`\sigma` of slope 0.1. The input of the linear layer is
     the mean of the features over space. There is no DropBlock.
 
-    The model is a sequence of `images` (a shape check), `blocks`, `features` (the mean) and `head`. Its derivatives
-    have the same properties as those of :class:`Conv4`.
+    The model is a sequence of `images`, `blocks`, `features` and `head`. The module `images` checks shapes, and
+    `features` computes the mean. First and second derivatives are correct. For third derivatives, choose `norm`
+    as for :class:`Conv4`.
 
     Args:
         ways: Number of classes.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Transformer(nn.Module):
-    r"""Transformer encoder for sequences or for images that are cut into patches.
+    r"""Transformer encoder for sequences, or for images that are split into patches.
 
     .. math::
         h \leftarrow h + A(N(h)), \quad h \leftarrow h + W_2 \, \mathrm{GELU}(W_1 N(h)), \qquad
@@ -133,7 +133,7 @@ def _tokens(input_shape: tuple[int, ...], patch: int | None) -> tuple[int, int]:
 
 
 def _patches(x: Tensor, patch: int) -> Tensor:
-    """Cut images ``[batch, channels, height, width]`` into ``[batch, patches, features]``."""
+    """Split images ``[batch, channels, height, width]`` into ``[batch, patches, features]``."""
     cut = torch.unflatten(torch.unflatten(x, 3, (-1, patch)), 2, (-1, patch))
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 

@@ -1,4 +1,4 @@
-"""Running statistics of shares come out as those of the whole meta-batch."""
+"""Running statistics of shares equal the running statistics of the whole meta-batch."""
 
 from __future__ import annotations
 

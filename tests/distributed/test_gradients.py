@@ -1,4 +1,4 @@
-"""Averaged gradients are those of the whole batch; the processes are threads."""
+"""Averaged gradients equal the gradients of the whole batch. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learner(model):
 
 
 class Scores(torch.nn.Module):
-    """A table of items, and a head."""
+    """Embedding table of items, and a linear head."""
 
     def __init__(self, sparse=False):
         super().__init__()
@@ -52,7 +52,7 @@ def gradients(module):
 
 
 def averaged(make, batch, size, **options):
-    """Return the gradients of each process, and what was sent; each has a learner of its own."""
+    """Return the gradients of the whole batch, and the gradients and traffic of each rank."""
     whole = make()
 
     def process(group):
@@ -76,7 +76,7 @@ def test_the_meta_gradient_of_five_tasks_with_a_learned_rate(size, bucket):
     for gradient, traffic, _ in found:
         for name, value in gradient.items():
             close(value, expected[name])
-            assert torch.equal(value, found[0][0][name])  # the same bits in every process
+            assert torch.equal(value, found[0][0][name])  # bitwise identical on all ranks
         if size > 1:
             flags = 1 + 4 * len(expected)
             assert traffic.reduced == 8 * (sum(value.numel() for value in expected.values()) + flags)
@@ -175,7 +175,7 @@ def test_gradients_that_some_processes_do_not_have():
         if group.rank():
             first.grad = torch.ones(2).double() * group.rank()
         third.grad = torch.full((2,), float("nan" if group.rank() == 2 else 1)).double()
-        weight = 0 if group.rank() == 2 else 2  # the last one had no task that counts
+        weight = 0 if group.rank() == 2 else 2  # the last rank had no task that counts
         average_gradients([first, second, third], weight=weight, group=group)
         return first.grad, second.grad, third.grad
 

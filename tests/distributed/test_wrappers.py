@@ -1,4 +1,4 @@
-"""Wrapped models are refused with a sentence; a wrapped learner averages the outer gradients of equal shares."""
+"""Wrapped models raise an error. A wrapped learner averages the outer gradients of equal shares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.threads import in_threads
 
 
 class Wrapped(torch.nn.parallel.DistributedDataParallel):
-    """A wrapper that needs no group."""
+    """DistributedDataParallel without a process group."""
 
     def __init__(self, module):
         torch.nn.Module.__init__(self)
@@ -53,7 +53,7 @@ def test_wrapped_models_are_refused(make, message, use):
 
 
 def test_tables_by_rows_are_refused_in_a_wrapper_that_averages_gradients():
-    """Its buckets are dense, and it ended in a TypeError about an argument of a product."""
+    """The buckets of the wrapper are dense. Without the check, a product raises a TypeError about its argument."""
     (group,) = in_threads(1, lambda group: group)
     model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 1))
     rule = mg.optim.rules.sgd(lr=0.1)
@@ -88,7 +88,7 @@ def freed():
     ids=["hessian", "linearize", "hessian of a function", "grad"],
 )
 def test_parameters_that_a_backward_pass_frees_are_refused(call, use):
-    """Of a model in fully_shard, whose parameters are whole after a call, it ended in an error about storages."""
+    """Parameters in fully_shard are whole after a call. Without the check, torch raises an error about storages."""
     with pytest.raises(
         ValueError, match=rf"^{call}\(.*: the memory of the parameter .*w.* is freed, as fully_shard"
     ):
@@ -96,7 +96,7 @@ def test_parameters_that_a_backward_pass_frees_are_refused(call, use):
 
 
 def test_products_with_sharded_parameters_are_refused():
-    """Modules in fully_shard compute with parameters of their own: gradient and product were zero."""
+    """Modules in fully_shard use other parameters. Without the check, the gradient and the product are zero."""
     w = torch.ones(2)
     w.device_mesh = "as a DTensor has"
     with pytest.raises(ValueError, match=r"hvp\(loss_fn, params, v\): the parameter \"params\['w'\]\" is a"):
@@ -110,7 +110,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import metagrad as mg
 
-warnings.filterwarnings("ignore", ".*returned a view tensor")  # of fully_shard, which outputs must not be written to
+warnings.filterwarnings("ignore", ".*returned a view tensor")  # fully_shard returns views that must not be modified
 
 torch.set_default_dtype(torch.float64)
 dist.init_process_group("gloo")
@@ -145,7 +145,7 @@ for learner, wrapper in itertools.product(make.values(), wrap.values()):
         try:
             wrapped.adapt(batch.support)
         except (ValueError, RuntimeError) as error:
-            assert "DTensor" in str(error)  # of metagrad, or of torch
+            assert "DTensor" in str(error)  # raised by metagrad or by torch
         wrapped.unshard()
         found = wrapped.adapt(batch.support)(batch.query.x)
         torch.testing.assert_close(found, whole.adapt(batch.support)(batch.query.x), rtol=1e-9, atol=1e-12)
@@ -157,7 +157,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_a_wrapped_learner_averages_the_outer_gradients_of_equal_shares(tmp_path):
-    """Over several steps: after the first one the wrapper has put its gradients into other buckets."""
+    """The test runs several steps, because the wrapper rebuilds its buckets after the first step."""
     program = tmp_path / "learners.py"
     program.write_text(LEARNERS)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,4 +1,4 @@
-"""Process groups whose processes are threads: the collectives of gloo, without the imports of a process."""
+"""Process groups of threads, with the collectives of gloo but without the imports of a new process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def group_of(store, rank, size):
 
 
 def in_threads(size, function):
-    """Return what ``function(group)`` returns in each of ``size`` threads; what one of them raises is raised."""
+    """Return the results of ``function(group)`` in ``size`` threads. An exception of a thread is raised."""
     store, results, errors = dist.HashStore(), [None] * size, []
 
     def work(rank):
@@ -36,7 +36,7 @@ def in_threads(size, function):
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    with sdpa_kernel(KERNELS):  # of the whole process: threads that change them at a time leave them changed
+    with sdpa_kernel(KERNELS):  # global flags, which concurrent threads would restore wrongly
         for thread in threads:
             thread.start()
         for thread in threads:

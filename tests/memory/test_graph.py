@@ -50,7 +50,7 @@ FUNCTIONS = {
 
 
 def derivatives(function, order=3):
-    """Gradients of orders 1 to `order`, each of a non-linear contraction of the one before."""
+    """Return the gradients of orders 1 to `order`, each of a non-linear contraction of the previous gradient."""
     w = leaf()
     value, gradients = function(w), []
     for k in range(1, order + 1):
@@ -70,7 +70,7 @@ def test_gradients_with_the_tracker_open_are_identical(name):
 
 
 def graph_of(function):
-    """Bytes of the graph at the end of a phase that keeps the result of `function`."""
+    """Return the bytes of the graph at the end of a phase that stores the result of `function`."""
     with MemoryTracker(device="cpu") as mem, mem.phase("work"):
         kept = function()
     assert kept is not None
@@ -79,7 +79,7 @@ def graph_of(function):
 
 W, X = leaf(), leaf(1).detach()
 
-# What is computed, and the bytes that the graph of the result holds.
+# Each case is a computation, and the bytes that the graph of its result holds.
 GRAPHS = {
     "leaf parameters are not counted": (lambda: W * W, 0),
     "nor are views of them": (lambda: W.view(10, 10).t() @ W.view(10, 10), 0),

@@ -8,7 +8,7 @@ from metagrad.memory.phases import AllocatorMeter, Phase, PhaseStack
 
 
 class FakeMeter:
-    """A meter whose bytes the test sets; its single maximum behaves as the allocator's."""
+    """Meter with bytes that the test sets. Its single maximum behaves like the maximum of the allocator."""
 
     def __init__(self):
         self.bytes = self.most = 0
@@ -40,7 +40,7 @@ def test_peaks_fold_into_the_phase_around():
     outer, first, second = Phase(), Phase(), Phase()
     meter.use(120)
     stack.push(outer)
-    meter.use(300, 130)  # the outer's own maximum, before its first child
+    meter.use(300, 130)  # maximum of the outer phase, before its first child
     stack.push(first)
     meter.use(200, 150)
     stack.pop()

@@ -66,7 +66,7 @@ KIB = 1024
 
 
 def outer_loop(keep_graph, outers=4, inners=3):
-    """A second-order MAML loop on sum(w^3) / 3 that keeps every meta-loss, with its graph or without."""
+    """Run a second-order MAML loop on sum(w^3) / 3 that stores every meta-loss, with or without its graph."""
     w0 = torch.ones(N, dtype=torch.float64, requires_grad=True)
     history = []
     with MemoryTracker(device="cpu") as mem:
@@ -87,7 +87,7 @@ def outer_loop(keep_graph, outers=4, inners=3):
 
 def test_an_outer_loop_that_keeps_graphs_leaks():
     mem = outer_loop(keep_graph=True)
-    # A kept meta-loss (8 bytes, state) holds the graph: w_1 .. w_3 and 8 bytes for each inner step.
+    # A stored meta-loss of 8 bytes holds the graph, which is w_1 .. w_3 and 8 bytes for each inner step.
     assert "outer steps: leak of 2.38 KiB each, 2.37 KiB of it in the autograd graph\n" in mem.summary()
     assert outer_growth(mem._run.closed_phases()) == [(3 * 808 + 8, 3 * 808)] * 3
 

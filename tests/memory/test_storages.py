@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from metagrad.memory.storages import Ledger, Slot, StorageMode
 
 CPU = torch.device("cpu")
-OLD = torch.arange(50, dtype=torch.float64)  # made before any ledger is open: 400 bytes
+OLD = torch.arange(50, dtype=torch.float64)  # 400 bytes, allocated before any ledger is open
 
 
 def f64(*shape):
@@ -27,7 +27,7 @@ def sparse_coo():
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that keeps its data in another, and says nothing of it to torch (no __tensor_flatten__)."""
+    """Wrapper subclass that holds its data in another tensor, without `__tensor_flatten__`."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -56,11 +56,11 @@ def requires_grad(tensor):
 
 def backward():
     w = requires_grad(OLD)  # 400
-    (w.exp() * 2).sum().backward()  # .grad 400; all else is freed
+    (w.exp() * 2).sum().backward()  # .grad has 400 bytes, everything else is freed
     return w
 
 
-# What is made, and the bytes that stay while the result is held.
+# Each case is a computation, and the bytes that stay allocated while its result is held.
 CASES = {
     "factory": (lambda: f64(10), 80),
     "empty": (lambda: f64(0), 0),
@@ -114,7 +114,7 @@ def test_compressed_layouts_count_the_storages_of_their_three_components(layout)
     block = {} if layout in ("csr", "csc") else {"blocksize": (2, 2)}
     reference = getattr(dense, f"to_sparse_{layout}")(**block)
     pointers = reference.crow_indices() if layout in ("csr", "bsr") else reference.ccol_indices()
-    num_indices = 2 * reference.values().shape[0]  # the one of `nonzero`, of which torch keeps one row
+    num_indices = 2 * reference.values().shape[0]  # `nonzero` allocates two rows, and torch uses one of them
     ledger = Ledger(CPU)
     with StorageMode(ledger):
         kept = getattr(dense, f"to_sparse_{layout}")(**block)

@@ -17,7 +17,7 @@ def f64(numel):
 
 
 def cubic_step(w, create_graph=True):
-    """One SGD step on sum(w^3) / 3, written so that every tensor it saves is known."""
+    """Run one SGD step on sum(w^3) / 3, written so that every saved tensor is known."""
     (gradient,) = torch.autograd.grad((w**3).sum() / 3, w, create_graph=create_graph)
     return w - 0.1 * gradient
 
@@ -31,7 +31,7 @@ def unrolled(mem, steps=5, create_graph=True):
 
 
 def active():
-    """Whatever a tracker puts on torch."""
+    """Return the hooks and modes of torch that a tracker may change."""
     return (
         _get_current_dispatch_mode_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(False),
@@ -43,8 +43,8 @@ def sizes(record):
 
 
 def test_unrolled_sgd_grows_by_the_same_bytes_each_step():
-    # Step k leaves w_{k+1} (N doubles) and, for the double backward of w^3, the incoming gradient 1/3 (one
-    # double, expanded). The powers save w_k, a leaf at k = 0: the graph holds w_1 .. w_k and 8 bytes a step.
+    # Step k leaves w_{k+1}, which is N doubles. The double backward of w^3 needs the incoming gradient 1/3, which is
+    # one expanded double. The powers save w_k, a leaf at k = 0. So the graph holds w_1 .. w_k and 8 bytes a step.
     with MemoryTracker(device="cpu") as mem, mem.outer(0):
         kept = unrolled(mem)
     inner = [record for record in mem.records() if record.name == "inner"]
@@ -59,7 +59,7 @@ def test_phases_nest_and_fold():
         base = f64(N)
         with mem.outer(7):
             with mem.inner(0):
-                first = f64(N) + 1  # two at once, one stays
+                first = f64(N) + 1  # two storages at once, one of them stays
             with mem.phase("query", index=2):
                 with mem.phase("deep"):
                     f64(5 * N)
@@ -85,14 +85,14 @@ def test_the_peak_is_attributed_to_the_phases_that_made_it():
                 x, y = f64(100), f64(50)
                 del y
             with mem.inner(1):
-                z = f64(200)  # x and z: 2400 + 8, a first peak
+                z = f64(200)  # x and z have 2400 + 8 bytes, a first peak
                 del x
             with mem.inner(2):
-                u = f64(150)  # z and u: 2800 + 8, the peak
-                v = u[:10].clone()  # 2880 + 8, the peak
+                u = f64(150)  # z and u have 2800 + 8 bytes, a higher peak
+                v = u[:10].clone()  # 2880 + 8 bytes, the peak
                 del u
             with mem.inner(3):
-                z = f64(100)  # 1600 + 80 + 800, below it
+                z = f64(100)  # 1600 + 80 + 800 bytes, below the peak
     at_peak = [record.at_peak for record in mem.records()]
     assert at_peak == [0, 0, 1600, 1280, 0]
     assert mem.peak == 2888 == sum(at_peak) + 8 * outside.numel()
@@ -154,7 +154,7 @@ def test_phases_of_a_closed_tracker(open_first):
 
 
 def suspended_in(mem):
-    """A generator that was suspended inside an inner step."""
+    """Return a generator that is suspended inside an inner step."""
 
     def steps():
         with mem.inner(0):

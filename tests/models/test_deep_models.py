@@ -1,4 +1,4 @@
-"""The residual network and the transformer: shapes, derivatives, stacked tasks, errors."""
+"""The residual network and the transformer: shapes, derivatives, vectorized tasks, errors."""
 
 from __future__ import annotations
 

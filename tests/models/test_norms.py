@@ -71,7 +71,7 @@ def test_every_order(name):
 
 @pytest.mark.parametrize("name", ["layer", "batch", "instance"])
 def test_torch_is_wrong_at_order_3(name):
-    """What these functions are for; when this fails, torch has been mended. Since 2.14 it raises for batches."""
+    """If this test fails, torch is fixed and the functions can go. Since 2.14 torch raises for batches."""
     layer, x = layer_of(name)
     with pytest.raises(Exception, match=r"order 3|3rd"):
         mg.gradcheck(layer, x, order=3)
@@ -80,7 +80,7 @@ def test_torch_is_wrong_at_order_3(name):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_float32(name, dtype):
-    """As torch does: squares of 300 overflow in float16; statistics may be float32, as autocast has them."""
+    """Squares of 300 overflow in float16, so torch also uses float32. Statistics may be float32, as in autocast."""
     fused, composite = (layer_of(name)[0].float() for _ in range(2))
     x = (300 * draw(*LAYERS[name][1])).to(dtype)
     expected = fused(x)
