@@ -90,8 +90,8 @@ class Ledger:
     """Count the bytes of the storages that operations allocate on `device` from now on, by phase.
 
     Storages that exist already are not counted, and their release is not subtracted. The peak is attributed
-    copy-on-write. A new maximum only increments an epoch number, and a slot stores its bytes at the first change after
-    the maximum. The cost of an allocation therefore does not depend on the number of phases.
+    copy-on-write. A new maximum only increments an epoch number, and a slot stores its bytes at the first change
+    after the maximum. The cost of an allocation therefore does not depend on the number of phases.
 
     Attributes:
         total: Bytes alive.

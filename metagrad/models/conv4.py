@@ -34,8 +34,8 @@ class Conv4(nn.Sequential):
 
     The model is a sequence of `images`, `blocks`, `features` and `head`. The module `images` checks shapes. The model
     works with `torch.func.functional_call` and `torch.vmap`. Its first and second derivatives are correct, but
-    PyTorch 2.13 computes wrong third derivatives of `nn.BatchNorm2d`. If you need them, use `norm="group"` or call the
-    model in `metagrad.models.composite_norms()`.
+    PyTorch 2.13 computes wrong third derivatives of `nn.BatchNorm2d`. If you need them, use `norm="group"` or call
+    the model in `metagrad.models.composite_norms()`.
 
     Args:
         ways: Number of classes.
