@@ -1,1 +1,1 @@
-"""Programs to start from: each is one use of sparse second-order differentiation, checked against dense."""
+"""Programs to start from: each is one use of sparse second-order differentiation, compared with its dense version."""

@@ -1,10 +1,9 @@
 """Error over cost of every hypergradient: `python -m experiments.studies.hypergradients [--figure PATH]`.
 
 The problem is ridge regression in float64 with a learned penalty for each weight. The derivative of its validation
-loss has a closed form. Every method runs at the minimum with increasing numbers of products or steps. The cost is
-its floating-point operations in units of one gradient of the inner loss; the error is that of the vector, relative
-to its norm. An error that does not come down is the method's own: it takes the identity in the place of the
-Hessian.
+loss has a closed form. Every method runs at the minimum with increasing numbers of products or steps. The cost
+counts floating-point operations, relative to one gradient of the inner loss. The error is the relative error of the
+derivative. If the error does not decrease, the method itself is biased: it replaces the Hessian with the identity.
 """
 
 from __future__ import annotations

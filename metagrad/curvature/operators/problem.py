@@ -176,7 +176,7 @@ class ModelEvaluation:
     recorded: JacobianGraph
 
     def output_of(self, outputs: Sequence[Tensor]) -> Tree:
-        """Return the output with other tensors in place of those that depend on the parameters."""
+        """Return the output, with its differentiable tensors replaced by the given ones."""
         leaves, spec = tree_flatten(self.output)
         rest = iter(outputs)
         return tree_unflatten([next(rest) if _is_on_tape(leaf) else leaf for leaf in leaves], spec)

@@ -325,7 +325,7 @@ def read_classes(call: str, tasks: Tasks, loss_fn: LossFn) -> Classes:
 
 
 def _queries(y: Nested | None, loss_fn: LossFn, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks of the query labels that are not classes of their task, and of those that the loss ignores."""
+    """Return two masks of the query labels: labels without a class in the task, and labels that the loss ignores."""
     ignored = ignored_label(loss_fn)
     if ignored is None or not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 2:
         return present.new_zeros(()), present.new_zeros(())

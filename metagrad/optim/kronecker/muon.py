@@ -83,7 +83,7 @@ class MuonRule(AxisMatrices):
         doc=r"Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.",
     )
     eps: Hyperparameter = hyperparameter(
-        default=1e-7, doc="Smallest norm by which a matrix is divided before the iterations."
+        default=1e-7, doc="Lower bound of the norm that scales a matrix before the iterations."
     )
     ns_steps: int = option(default=5, doc="How many iterations.")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = option(

@@ -41,9 +41,9 @@ from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsW
 from metagrad.optim.torch_optim.state import PendingUpdate
 
 POOR, GOOD = 0.25, 0.75
-"""Ratios of reduction below and above which a model is trusted less, and more."""
+"""Below the first ratio of actual to predicted reduction, damping increases. Above the second, it decreases."""
 LEAST_FACTOR, MOST_FACTOR = 1e-10, 1e10
-"""Bounds of the factor by which ratios of reduction change the damping, so that it can recover."""
+"""Bounds of the factor that multiplies the initial damping. Bounded damping can recover."""
 _SUFFICIENT = 1e-4  # share of the slope that a line search must achieve
 _HALVINGS = 30
 _FIRST = 0.1  # share of the curvature along a step that becomes the damping if it was 0
