@@ -106,8 +106,8 @@ class AttackConfig(StudyConfig):
     points: int = key("How often the accuracy is measured on the way.")
     block: int = key("Pairs that are no edges, and are candidates of a flip.")
     surrogate: Surrogate = field(default_factory=Surrogate)
-    defence_steps: int = key("Steps that learn the weights of edges.")
-    defence_inner: int = key("Training steps that each of them differentiates through.")
+    defense_steps: int = key("Steps that learn the weights of edges.")
+    defense_inner: int = key("Training steps that each of them differentiates through.")
 
 
 class Metattack:
@@ -315,7 +315,7 @@ def evaluate(
     graphs["no edges"] = (0, graph.pairs[:0], None)
     last = max(poisoned)
     for name, number, pairs in (("clean", 0, graph.pairs), ("metattack", last, poisoned[last])):
-        weights = learned(graph, pairs, seed, steps=config.defence_steps, inner_steps=config.defence_inner)
+        weights = learned(graph, pairs, seed, steps=config.defense_steps, inner_steps=config.defense_inner)
         graphs[f"{name}, similar"] = (number, similar(graph, pairs), None)
         graphs[f"{name}, learned"] = (number, pairs, weights)
     return {

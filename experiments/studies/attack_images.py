@@ -1,6 +1,6 @@
 r"""Attack images and defend them: `python -m experiments.studies.attack_images [preset=small] [KEY=VALUE ...]`.
 
-Networks learn characters of Omniglot with a defence: a penalty on derivatives of the loss with respect to the image,
+Networks learn characters of Omniglot with a defense: a penalty on derivatives of the loss with respect to the image,
 adversarial training, or none. First-order attacks and Newton's method then search for adversarial examples in the box
 of images that differ by at most epsilon in each pixel. Cost is counted in gradients: one pass forwards and backwards
 to the input is one gradient, and a Hessian-vector product is two.
@@ -47,8 +47,8 @@ ATTACKS = ("I-FGSM", "PGD", "PGD, margin", "Newton", "Newton, margin")
 
 
 @dataclass
-class DefenceConfig:
-    """The strengths of the defences."""
+class DefenseConfig:
+    """The strengths of the defenses."""
 
     gradient: float = key("Weight of the squared norm of the gradient with respect to the image.")
     cure: float = key("Weight of the squared change of that gradient along its sign (CURE).")
@@ -62,14 +62,14 @@ class DefenceConfig:
 class ImagesConfig(StudyConfig):
     """Each seed has its own characters and test drawings."""
 
-    defences: list[str] = key("The networks that are trained: plain, gradient, cure, curvature, adversarial.")
+    defenses: list[str] = key("The networks that are trained: plain, gradient, cure, curvature, adversarial.")
     classes: int = key("Characters of Omniglot's background set.")
     held_out: int = key("Drawings of each character, of 20, that are the test images.")
     width: int = key("Channels of the first convolution; the others have twice as many.")
-    steps: int = key("Steps of Adam; a defence starts after a quarter, and is complete after two thirds.")
+    steps: int = key("Steps of Adam; a defense starts after a quarter, and is complete after two thirds.")
     batch: int = key("Images of a step.")
     lr: float = key("The highest learning rate of a one-cycle schedule.")
-    defence: DefenceConfig = field(default_factory=DefenceConfig)
+    defense: DefenseConfig = field(default_factory=DefenseConfig)
     epsilons: list[float] = key("Bounds of the attacks on the change of a pixel.")
     gradients: list[int] = key("Budgets of an attack, ascending.")
     cg_steps: int = key("The most conjugate gradient steps of a Newton step.")
@@ -236,8 +236,8 @@ def attacks(cg_steps: int) -> dict[str, Attack]:
     }
 
 
-def penalised(
-    defence: str, model: nn.Module, images: Examples, config: DefenceConfig
+def penalized(
+    defense: str, model: nn.Module, images: Examples, config: DefenseConfig
 ) -> tuple[Tensor, Tensor]:
     r"""Return the losses, and a penalty on their derivatives with respect to the images.
 
@@ -248,10 +248,10 @@ def penalised(
     x = images.x.detach().requires_grad_()
     losses = cross_entropy(model(x), images.y)
     g, product = derivatives(losses, x, create_graph=True)
-    if defence == "gradient":
+    if defense == "gradient":
         return losses, config.gradient * squares(g)
     z = sign_direction(g)
-    if defence == "curvature":
+    if defense == "curvature":
         return losses, config.curvature * config.h**2 * squares(product(z))
     ahead = (images.x + config.h * z.view_as(x)).detach().requires_grad_()
     there, _ = derivatives(cross_entropy(model(ahead), images.y), ahead, create_graph=True)
@@ -259,18 +259,18 @@ def penalised(
 
 
 def objective(
-    defence: str,
+    defense: str,
     model: nn.Module,
     images: Examples,
-    config: DefenceConfig,
+    config: DefenseConfig,
     strength: float,
     generator: torch.Generator,
 ) -> Tensor:
     """Return the cross-entropy: with a penalty, or of attacked images (Madry et al., ICLR 2018)."""
-    if strength and defence in ("gradient", "cure", "curvature"):
-        losses, penalty = penalised(defence, model, images, config)
+    if strength and defense in ("gradient", "cure", "curvature"):
+        losses, penalty = penalized(defense, model, images, config)
         return losses.mean() + strength * penalty
-    if strength and defence == "adversarial":
+    if strength and defense == "adversarial":
         box = Box.around(images.x, strength * config.epsilon)
         *_, (x, _) = sign_steps(cross_entropy, True, model, images, box, config.attack_steps, generator)
         images = images._replace(x=x.detach())
@@ -288,11 +288,11 @@ def squares(rows: Tensor) -> Tensor:
     return rows.square().sum(1).mean()
 
 
-def cell(config: ImagesConfig, defence: str, work: Work) -> Result:
+def cell(config: ImagesConfig, defense: str, work: Work) -> Result:
     """Train a network, and return its accuracy under attacks, in percent of the test images."""
     train, test = characters(config, work.seed)
     model = network(config.classes, config.width, test.x.shape[-1])
-    seconds = fit(model, train, config, defence, work)
+    seconds = fit(model, train, config, defense, work)
     model.requires_grad_(False)
     return {
         "clean": percent(is_right(model, test)),
@@ -302,8 +302,8 @@ def cell(config: ImagesConfig, defence: str, work: Work) -> Result:
     }
 
 
-def fit(model: nn.Module, train: Examples, config: ImagesConfig, defence: str, work: Work) -> float:
-    """Train with a defence that starts gradually, and return the CPU seconds."""
+def fit(model: nn.Module, train: Examples, config: ImagesConfig, defense: str, work: Work) -> float:
+    """Train with a defense that starts gradually, and return the CPU seconds."""
     generator = torch.Generator().manual_seed(work.seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=config.steps)
@@ -311,7 +311,7 @@ def fit(model: nn.Module, train: Examples, config: ImagesConfig, defence: str, w
     for step in range(config.steps):
         batch = train.at(torch.randint(len(train.x), (config.batch,), generator=generator))
         strength = min(1.0, max(0.0, (step / config.steps - 1 / 4) / (2 / 3 - 1 / 4)))
-        loss = objective(defence, model, batch, config.defence, strength, generator)
+        loss = objective(defense, model, batch, config.defense, strength, generator)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -369,10 +369,10 @@ def at(result: Result, epsilon: float) -> dict[str, Any]:
 
 def report(results: list[Result], config: ImagesConfig) -> str:
     """Return the page."""
-    found, bound = by_cell(results), config.defence.epsilon
-    under = [["defence", "no attack", "FGSM", *ATTACKS]]
+    found, bound = by_cell(results), config.defense.epsilon
+    under = [["defense", "no attack", "FGSM", *ATTACKS]]
     costs = [
-        ["defence", *map(str, config.epsilons), "norm of the gradient", "norm of H z", "CPU, over plain"]
+        ["defense", *map(str, config.epsilons), "norm of the gradient", "norm of H z", "CPU, over plain"]
     ]
     plain = {one["seed"]: one["seconds_per_step"] for one in found.get("plain", [])}
     for name, own in found.items():
@@ -401,7 +401,7 @@ of CPU time, and is counted as two.
 
 
 def figures(results: list[Result], config: ImagesConfig, folder: Path) -> list[Path]:
-    """Draw accuracy over epsilon for all defences."""
+    """Draw accuracy over epsilon for all defenses."""
     path, x = folder / "attack_images.png", [0.0, *config.epsilons]
     with figure(path, size=(5.6, 4)) as axes:
         axis = axes[0, 0]
@@ -412,7 +412,7 @@ def figures(results: list[Result], config: ImagesConfig, folder: Path) -> list[P
             axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=color, alpha=0.1, linewidth=0)
             axis.plot(x, list(map(statistics.mean, y)), color=color, marker="o", markersize=3.5, label=title)
         axis.set(xlabel="Perturbation size (L-inf)", ylabel="Accuracy under all attacks (%)", ylim=(0, 100))
-        axis.set(xticks=x, title="Defences")
+        axis.set(xticks=x, title="Defenses")
         axis.grid(axis="y")
         axis.legend(fontsize=8)
     return [path]
@@ -420,24 +420,24 @@ def figures(results: list[Result], config: ImagesConfig, folder: Path) -> list[P
 
 def check(config: ImagesConfig) -> None:
     """Raise `ValueError` for settings that do not fit together."""
-    call, epsilon, epsilons = "attack_images", config.defence.epsilon, config.epsilons
-    unknown = [name for name in config.defences if name not in DEFENCES]
-    if unknown or not config.defences:
-        raise ValueError(f"{call}: defences must be some of {', '.join(DEFENCES)}, got {config.defences}.")
+    call, epsilon, epsilons = "attack_images", config.defense.epsilon, config.epsilons
+    unknown = [name for name in config.defenses if name not in DEFENCES]
+    if unknown or not config.defenses:
+        raise ValueError(f"{call}: defenses must be some of {', '.join(DEFENCES)}, got {config.defenses}.")
     if config.held_out >= DRAWERS:
         raise ValueError(f"{call}: held_out must be below {DRAWERS}, got {config.held_out}.")
     if epsilon not in epsilons or not all(0 < one < 1 for one in epsilons):
         raise ValueError(
-            f"{call}: epsilons must be between 0 and 1, defence.epsilon={epsilon} among them, got {epsilons}."
+            f"{call}: epsilons must be between 0 and 1, defense.epsilon={epsilon} among them, got {epsilons}."
         )
     if not config.gradients or sorted(set(config.gradients)) != config.gradients:
         raise ValueError(f"{call}: gradients must be ascending, got {config.gradients}.")
 
 
 def cells(config: ImagesConfig) -> list[Cell]:
-    """Return a network for each defence and seed."""
+    """Return a network for each defense and seed."""
     return [
-        Cell(name, seed, partial(cell, config, name)) for seed in config.seeds for name in config.defences
+        Cell(name, seed, partial(cell, config, name)) for seed in config.seeds for name in config.defenses
     ]
 
 
@@ -448,7 +448,7 @@ study = Study(
     report=report,
     figures=figures,
     check=check,
-    free=["defences"],
+    free=["defenses"],
 )
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ PROGRAMS = {
         "resume",
     ),
     attack.study.name: ({"logger", "preset"}, "surrogate.steps"),
-    attack_images.study.name: ({"logger", "preset"}, "defence.cure"),
+    attack_images.study.name: ({"logger", "preset"}, "defense.cure"),
 }
 
 

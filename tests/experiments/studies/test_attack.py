@@ -90,7 +90,7 @@ SMALL = ("victims=2", "points=2", "block=60", "fraction=0.05", "surrogate.steps=
 def test_the_program_writes_tables(graph, configured, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "load", lambda: graph)
     monkeypatch.setattr(program, "largest_component", lambda graph, generator: graph)
-    study.run(configured(study, *SMALL, "defence_steps=2", "defence_inner=3"), tmp_path)
+    study.run(configured(study, *SMALL, "defense_steps=2", "defense_inner=3"), tmp_path)
     result = json.loads((tmp_path / "cora" / "0" / "result.json").read_text())
     assert result["memory"]["sparse"] > 0
     assert {len(found["accuracies"]) for found in result["graphs"].values()} == {2}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from experiments.studies.attack_images import (
     Box,
-    DefenceConfig,
+    DefenseConfig,
     attacks,
     cross_entropy,
     margin,
@@ -36,14 +36,14 @@ def model():
 
 def settings(**options):
     values = {"gradient": 0.7, "cure": 0.9, "curvature": 1.1, "h": 1.5, "epsilon": EPSILON, "attack_steps": 2}
-    return DefenceConfig(**{**values, **options})
+    return DefenseConfig(**{**values, **options})
 
 
 def loss_at(model, image, y):
     return F.cross_entropy(model(image[None]), y[None])
 
 
-def textbook(defence, model, images, config):
+def textbook(defense, model, images, config):
     """Return the objective image by image, by torch.autograd."""
     terms = []
     for x, y in zip(*images, strict=True):
@@ -51,9 +51,9 @@ def textbook(defence, model, images, config):
         value = loss_at(model, x, y)
         (g,) = torch.autograd.grad(value, x, create_graph=True)
         z = g.detach().sign() / g.detach().sign().norm()
-        if defence == "gradient":
+        if defense == "gradient":
             penalty = config.gradient * g.square().sum()
-        elif defence == "cure":
+        elif defense == "cure":
             ahead = (x + config.h * z).detach().requires_grad_()
             (there,) = torch.autograd.grad(loss_at(model, ahead, y), ahead, create_graph=True)
             penalty = config.cure * (there - g).square().sum()
@@ -64,11 +64,11 @@ def textbook(defence, model, images, config):
     return torch.stack(terms).mean()
 
 
-@pytest.mark.parametrize("defence", ["gradient", "cure", "curvature"])
-def test_the_gradient_of_a_penalty_is_that_of_a_textbook_loop(model, images, defence):
+@pytest.mark.parametrize("defense", ["gradient", "cure", "curvature"])
+def test_the_gradient_of_a_penalty_is_that_of_a_textbook_loop(model, images, defense):
     config, parameters = settings(), list(model.parameters())
-    found = objective(defence, model, images, config, 0.5, torch.Generator())
-    expected = textbook(defence, model, images, config)
+    found = objective(defense, model, images, config, 0.5, torch.Generator())
+    expected = textbook(defense, model, images, config)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     pairs = (torch.autograd.grad(value, parameters) for value in (found, expected))
     torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-12)
@@ -116,8 +116,8 @@ def test_attacks_stay_in_the_box_and_raise_the_loss(model, images, name):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("defences=[cure,dropout]", r"attack_images: defences must be some of plain, gradient, .*'dropout'"),
-        ("defence.epsilon=0.3", r"attack_images: epsilons must .* defence.epsilon=0.3 among them"),
+        ("defenses=[cure,dropout]", r"attack_images: defenses must be some of plain, gradient, .*'dropout'"),
+        ("defense.epsilon=0.3", r"attack_images: epsilons must .* defense.epsilon=0.3 among them"),
     ],
 )
 def test_wrong_settings_are_errors(configured, override, message):
@@ -127,6 +127,6 @@ def test_wrong_settings_are_errors(configured, override, message):
 
 @pytest.mark.slow
 def test_the_small_program_writes_its_page(configured, strokes, tmp_path):
-    text = study.run(configured(study, "preset=small", "steps=20", "defences=[plain,curvature]"), tmp_path)
+    text = study.run(configured(study, "preset=small", "steps=20", "defenses=[plain,curvature]"), tmp_path)
     assert "| Hessian penalty |" in text
     assert (tmp_path / "attack_images.png").stat().st_size > 0
