@@ -1,6 +1,18 @@
 """Meta-learning and second-order optimization for PyTorch, with correct derivatives of every order."""
 
-from metagrad import autograd, curvature, distributed, hypergrad, memory, meta, models, optim, sparse, tasks
+from metagrad import (
+    autograd,
+    curvature,
+    distributed,
+    hypergrad,
+    memory,
+    meta,
+    models,
+    optim,
+    sparse,
+    tasks,
+    training,
+)
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
 from metagrad.hypergrad import bilevel, hypergradient
@@ -21,6 +33,7 @@ from metagrad.meta import (
     iMAML,
     preflight,
 )
+from metagrad.training import Training
 
 __version__ = "0.1.0"
 
@@ -38,6 +51,7 @@ __all__ = [
     "ProtoMAML",
     "ProtoNet",
     "Reptile",
+    "Training",
     "autograd",
     "bilevel",
     "checkpoint",
@@ -60,5 +74,6 @@ __all__ = [
     "preflight",
     "sparse",
     "tasks",
+    "training",
     "unroll",
 ]

@@ -6,8 +6,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 21_700, "experiments": 9_000, "tests": 26_900}
-FILES = {"metagrad": 229, "experiments": 74}
+LINES = {"metagrad": 23_400, "experiments": 9_000, "tests": 26_900}
+FILES = {"metagrad": 245, "experiments": 74}
 
 
 @pytest.mark.parametrize("folder", LINES)

@@ -21,6 +21,8 @@ FLOORS = {
     "curvature": 3,
     "optim": 4,
     "hypergrad": 5,
+    "training": 5,
+    "attribution": 6,
     "meta": 6,
     "info": 10,  # reads the version of the package
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metagrad.core.tree import Tree, dissect
 
-MemoryMode = Literal["full", "step", "sqrt", "auto"]
+MemoryMode = Literal["full", "step", "sqrt", "log", "auto"]
 
 Memory: TypeAlias = "MemoryMode | str | int | float"
 """A checkpointing policy, or a budget in bytes, such as ``2e9``, ``"512MiB"`` or ``"2GB"``."""
@@ -35,8 +35,8 @@ def checked_memory(call: str, memory: Memory) -> MemoryMode | int:
     if (budget := _parsed(memory)) is not None:
         return budget
     raise ValueError(
-        f'{call}: memory must be "full", "step", "sqrt", "auto", or a budget in bytes such as 2e9 or "512MiB", '
-        f"got {memory!r}."
+        f'{call}: memory must be "full", "step", "sqrt", "log", "auto", or a budget in bytes such as 2e9 or '
+        f'"512MiB", got {memory!r}.'
     )
 
 

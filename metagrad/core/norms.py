@@ -215,7 +215,7 @@ def _statistics(
     variance, mean = torch.var_mean(input, axes, correction=0, keepdim=True)
     if running is not None:
         count = input.numel() // max(variance.numel(), 1)
-        _update_running(*running, mean.detach(), variance.detach() * (count / max(count - 1, 1)))
+        _update_running(*running, mean, variance * (count / max(count - 1, 1)))
     # The backward of a subtraction would negate a tensor of the full size.
     return input + -mean, (variance + eps).rsqrt()
 
@@ -235,11 +235,14 @@ def _by_channel(values: Tensor, ndim: int) -> Tensor:
     return values.view(-1, *[1] * (ndim - 2))
 
 
-@torch.no_grad()
 def _update_running(
     running_mean: Tensor | None, running_var: Tensor | None, momentum: float, mean: Tensor, var: Tensor
 ) -> None:
-    """Update running statistics with input statistics of shape ``[1 or N, C, ...]``, averaged over examples."""
+    """Update running statistics with input statistics of shape ``[1 or N, C, ...]``, averaged over examples.
+
+    The update is differentiable if the running statistics require grad. Otherwise it leaves no graph, as in torch.
+    """
     for running, value in ((running_mean, mean), (running_var, var)):
         if running is not None:
+            value = value if running.requires_grad else value.detach()
             running.copy_(torch.lerp(widened(running), value.flatten(1).mean(0), momentum))

@@ -1,0 +1,287 @@
+"""The reverse pass of a training: the derivative of every step, from the last to the first.
+
+The derivative of a step has two stages. The first stage differentiates the update of the optimizer. It gives a
+cotangent of the gradient. The second stage differentiates the gradient along this cotangent, one micro-batch at a
+time. No graph is longer than one step. Every cotangent has a leading axis of ``k`` metrics, which share the graphs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.core.tree import Params, Tree, constants, dissect, is_differentiable, plus, tree_leaves
+from metagrad.optim.hyperparameters import hyperparameters_in, with_hyperparameters
+from metagrad.training.step import Gradient, Inputs, Part, State, Step, summed, variable
+
+Cotangents = list["Tensor | None"]
+"""One ``[k, *shape]`` for each tensor, or None for zero. Parameters and optimizer states have float64 cotangents."""
+
+
+class StateCotangents(NamedTuple):
+    """Cotangents of the tensors of a state, each in the order of its tensors."""
+
+    params: Cotangents
+    optimizer: Cotangents
+    buffers: Cotangents
+
+    def sliced(self, first: int, last: int) -> StateCotangents:
+        """Return the cotangents of some metrics."""
+        return StateCotangents(*([c if c is None else c[first:last] for c in own] for own in self))
+
+
+class Leaves(NamedTuple):
+    """The tensors that a training can be differentiated with respect to, or one value for each of them.
+
+    Attributes:
+        params: Initial parameters.
+        weights: Weights of the examples, one tensor.
+        data: Tensors of the examples.
+        rule: Hyperparameters of the functional optimizer.
+        free: Other tensors that the loss or the model reads, such as parameters of the loss.
+    """
+
+    params: list[Any]
+    weights: list[Any]
+    data: list[Any]
+    rule: list[Any]
+    free: list[Any]
+
+    def flat(self) -> list[Any]:
+        """Return all values in one list."""
+        return [value for values in self for value in values]
+
+    def filled(self, values: Iterable[Any]) -> Leaves:
+        """Return the same structure with other values, in the order of :meth:`flat`."""
+        supply = iter(values)
+        return Leaves(*([next(supply) for _ in own] for own in self))
+
+
+def leaves_of(params: Params, inputs: Inputs, free: Iterable[Tensor]) -> Leaves:
+    """Return the tensors that a training is a function of."""
+    data = tree_leaves(inputs.examples.tensors) if inputs.examples.tensors is not None else []
+    rule = list({id(t): t for _, t in hyperparameters_in(inputs.rule)}.values())
+    return Leaves(list(params.values()), [inputs.weights], data, rule, list(free))
+
+
+class PartGraph(NamedTuple):
+    """The recorded gradient of a part of a mini-batch, as a function of leaves.
+
+    Attributes:
+        part: The part.
+        gradient: The gradient, the loss and the buffers, with their graph.
+        params: The parameters.
+        buffers: The buffers before the forward pass.
+        weights: The weights of the examples.
+        divisor: The number that the weighted sum of the losses is divided by.
+        data: The tensors of the batch.
+    """
+
+    part: Part
+    gradient: Gradient
+    params: Params
+    buffers: Params
+    weights: Tensor
+    divisor: Tensor
+    data: list[Tensor]
+
+
+class Pullback:
+    """Multiplies cotangents by the transposed Jacobian of a step, and adds up the cotangents of the inputs.
+
+    Args:
+        step: The step.
+        inputs: The inputs of the training.
+        leaves: The tensors that the training is a function of.
+        wanted: For each of them, True if it is differentiated.
+        count: Number of cotangents, k.
+
+    Attributes:
+        total: Cotangents of the leaves so far, without the initial parameters.
+    """
+
+    def __init__(self, step: Step, inputs: Inputs, leaves: Leaves, wanted: Leaves, count: int) -> None:
+        self.step = step
+        self.inputs = inputs
+        self.leaves = leaves
+        self.wanted = wanted
+        self.count = count
+        self.total = leaves.filled([None] * len(leaves.flat()))
+
+    def record(self, state: State, part: Part) -> PartGraph:
+        """Return the gradient of a part with its graph."""
+        params = {name: variable(p) for name, p in state.params.items()}
+        buffers = {name: variable(b) for name, b in state.buffers.items()}
+        with torch.no_grad():
+            weights, divisor, batch = self.step.examples(part, self.inputs)
+        weights.requires_grad_(self.wanted.weights[0])
+        divisor.requires_grad_(self.wanted.weights[0] and self.step.average == "weights")
+        data = dissect(batch)[0]
+        for tensor, is_wanted in zip(data, self.wanted.data, strict=False):
+            tensor.requires_grad_(is_wanted)
+        with torch.enable_grad():
+            own = {name: b.clone() for name, b in buffers.items()}
+        with self.step.model.holding(params, own):
+            gradient = self.step.gradient(params, own, weights, divisor, batch, part, create_graph=True)
+        return PartGraph(part, gradient, params, buffers, weights, divisor, data)
+
+    def __call__(
+        self,
+        state: State,
+        t: int,
+        after: StateCotangents,
+        loss: Tensor | None,
+        graphs: list[PartGraph] | None = None,
+    ) -> tuple[StateCotangents, Tensor]:
+        """Return the cotangents of the state before step ``t``, and the loss of the step.
+
+        Args:
+            state: The state before the step.
+            t: Number of the step.
+            after: Cotangents of the state after the step.
+            loss: Cotangents of the loss of the step, ``[k]``, or None.
+            graphs: The recorded parts of the step, or None.
+        """
+        parts = self.step.parts(t)
+        if graphs is None and len(parts) == 1:
+            graphs = [self.record(state, parts[0])]
+        if graphs is None:
+            gradient = self.step.whole_gradient(state, t, self.inputs)
+        else:
+            gradient = constants(summed([graph.gradient for graph in graphs]))
+        along, params, optimizer = self._through_update(state, gradient.grads, after)
+        along = [
+            c if c is None else c.to(g.dtype) for c, g in zip(along, gradient.grads.values(), strict=True)
+        ]
+        buffers: Cotangents = [None] * len(state.buffers)
+        for part in parts:
+            graph = self.record(state, part) if graphs is None else graphs[part.number]
+            own_params, own_buffers = self._through_gradient(graph, along, loss, after.buffers)
+            params, buffers = list(map(plus, params, own_params)), list(map(plus, buffers, own_buffers))
+        return StateCotangents(params, optimizer, buffers), gradient.loss
+
+    def through_init(self, params: Params, first: StateCotangents) -> Cotangents:
+        """Return the cotangents of the initial parameters, which the first state of the optimizer can depend on."""
+        found = self._through_rule(lambda rule, params: rule.init(params), (params,), first.optimizer)
+        return list(map(plus, first.params, found))
+
+    def _through_update(
+        self, state: State, grads: Params, after: StateCotangents
+    ) -> tuple[Cotangents, Cotangents, Cotangents]:
+        """Return the cotangents of the gradient, and of the parameters and the optimizer's state in the update."""
+        found = self._through_rule(
+            lambda rule, grads, params, optimizer: rule.update(grads, optimizer, params),
+            (grads, state.params, state.optimizer),
+            [*after.params, *after.optimizer],
+        )
+        size = len(grads)
+        return found[:size], found[size : 2 * size], found[2 * size :]
+
+    def _through_rule(
+        self, function: Callable[..., Tree], args: tuple[Tree, ...], cotangents: Cotangents
+    ) -> Cotangents:
+        """Multiply cotangents of ``function(rule, *args)`` by its transposed Jacobian with respect to ``args``.
+
+        The function is differentiated in float64, because the first step of Adam cancels in float32.
+        """
+        hyper = {id(t): _double(t) for t in self.leaves.rule}
+        rule = with_hyperparameters(self.inputs.rule, lambda t: hyper[id(t)]) if hyper else self.inputs.rule
+        tensors, structure = dissect(args)
+        doubles = [_double(tensor) for tensor in tensors]
+        with torch.enable_grad():
+            results = dissect(function(rule, *structure.fill(doubles)))[0]
+        found = vjp(results, [*doubles, *hyper.values()], cotangents, self.count)
+        _add(self.total.rule, found[len(tensors) :])
+        return found[: len(tensors)]
+
+    def _through_gradient(
+        self, graph: PartGraph, along: Cotangents, loss: Tensor | None, buffers: Cotangents
+    ) -> tuple[Cotangents, Cotangents]:
+        """Return the cotangents of the parameters and the buffers in the gradient of a part."""
+        gradient = graph.gradient
+        outputs = [*gradient.grads.values(), gradient.loss, *gradient.buffers.values()]
+        inputs = [*graph.params.values(), *graph.buffers.values()]
+        inputs += [graph.weights, graph.divisor, *graph.data, *self.leaves.free]
+        unused = {name: b.detach().clone() for name, b in gradient.buffers.items()}
+        with self.step.model.holding(graph.params, unused):
+            found = iter(vjp(outputs, inputs, [*along, loss, *buffers], self.count))
+        params, own = [next(found) for _ in graph.params], [next(found) for _ in graph.buffers]
+        self._scatter(graph.part, next(found), next(found), [next(found) for _ in graph.data])
+        _add(self.total.free, list(found))
+        return params, own
+
+    def _scatter(self, part: Part, weights: Tensor | None, divisor: Tensor | None, data: Cotangents) -> None:
+        """Add the cotangents of a part to the rows of its examples."""
+        self._add_rows(self.total.weights, 0, self.leaves.weights[0], part.rows, weights)
+        if divisor is not None:  # the sum of the weights
+            rows = self.step.stream.rows(part.t)
+            shape = len(rows), *self.leaves.weights[0].shape[1:]
+            spread = divisor.reshape(-1, *[1] * len(shape)).expand(-1, *shape)
+            self._add_rows(self.total.weights, 0, self.leaves.weights[0], rows, spread)
+        for place, found in enumerate(data[: len(self.leaves.data)]):
+            self._add_rows(self.total.data, place, self.leaves.data[place], part.rows, found)
+
+    def _add_rows(
+        self, total: Cotangents, place: int, like: Tensor, rows: Tensor, found: Tensor | None
+    ) -> None:
+        if found is None:
+            return
+        if (own := total[place]) is None:
+            own = total[place] = like.detach().new_zeros(self.count, *like.shape)
+        own.index_add_(1, rows.to(own.device), found)
+
+
+def _add(total: Cotangents, found: Sequence[Tensor | None]) -> None:
+    total[:] = map(plus, total, found)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    """Return a leaf in float64, or a tensor that cannot be differentiated unchanged."""
+    if not is_differentiable(tensor):
+        return tensor
+    wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return wide.requires_grad_()
+
+
+def vjp(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], count: int
+) -> Cotangents:
+    """Multiply ``count`` cotangents of each output by the transposed Jacobian of a graph, which is freed.
+
+    Returns:
+        ``[count, *shape]`` for each input. None for an input that no output depends on.
+    """
+    wanted = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
+    own = [inputs[i] for i in wanted]
+    result: Cotangents = [None] * len(inputs)
+    if count == 1:
+        single = [c if c is None else c[0] for c in cotangents]
+        found = [f if f is None else f[None] for f in graph_vjp(outputs, own, single, retain_graph=False)]
+    else:
+        found = _batched(outputs, own, cotangents, count)
+    for place, value in zip(wanted, found, strict=True):
+        result[place] = value
+    return result
+
+
+def _batched(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], count: int
+) -> Cotangents:
+    """Multiply all cotangents in one backward pass, or in turn if an operation cannot be batched."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*performance drop")
+        try:
+            return graph_vjp(outputs, inputs, cotangents, batched=True, retain_graph=True)
+        except (RuntimeError, NotImplementedError, UserWarning):
+            pass  # if the error has another cause, a single product raises it again
+    rows = [
+        graph_vjp(outputs, inputs, [c if c is None else c[i] for c in cotangents], retain_graph=True)
+        for i in range(count)
+    ]
+    columns = zip(*rows, strict=True)
+    return [None if column[0] is None else torch.stack(column) for column in columns]  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""The order of the examples and the random numbers of a training, as functions of the seed and the step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from metagrad.core.checks import refuse
+from metagrad.core.tree import Tree, tree_leaves, tree_map
+
+
+class Stream:
+    """The mini-batch of each step. Each epoch shuffles the examples by the seed and the number of the epoch.
+
+    Args:
+        size: Number of examples.
+        batch_size: Examples in a mini-batch. The last one of an epoch can be smaller.
+        steps: Number of steps.
+        seed: Seed of the order.
+        order: Indices of the examples of each step, ``[steps, batch]``, in place of the shuffled order.
+    """
+
+    def __init__(
+        self, size: int, batch_size: int, steps: int, seed: int, order: Tensor | None = None
+    ) -> None:
+        self.size = size
+        self.batch_size = batch_size
+        self.steps = steps
+        self.seed = seed
+        self.order = order
+        self._epoch: tuple[int, Tensor] | None = None
+
+    def rows(self, t: int) -> Tensor:
+        """Return the indices of the examples of step ``t``."""
+        if self.order is not None:
+            return self.order[t]
+        epoch, number = divmod(t, self.per_epoch)
+        return self._permutation(epoch)[number * self.batch_size : (number + 1) * self.batch_size]
+
+    @property
+    def per_epoch(self) -> int:
+        """Number of steps of an epoch."""
+        return -(-self.size // self.batch_size)
+
+    def _permutation(self, epoch: int) -> Tensor:
+        if self._epoch is None or self._epoch[0] != epoch:
+            generator = torch.Generator().manual_seed(_entropy(self.seed, epoch))
+            self._epoch = epoch, torch.randperm(self.size, generator=generator)
+        return self._epoch[1]
+
+
+def seed_step(seed: int, t: int, part: int) -> None:
+    """Seed the global generators of torch, NumPy and Python for a part of step ``t``."""
+    number = _entropy(seed, t, part)
+    torch.default_generator.manual_seed(
+        number
+    )  # torch.manual_seed formats a stack trace if CUDA is not in use
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+def _entropy(*numbers: int) -> int:
+    """Return 63 bits that depend on all numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
+class Examples:
+    """The examples of a training, by their indices.
+
+    Args:
+        data: A pair ``(x, y)`` of pytrees of tensors whose first axis counts examples, or a map-style dataset of
+            pairs.
+
+    Raises:
+        TypeError: The data is an iterator or holds something else than tensors.
+        ValueError: The tensors have different lengths, or there are no examples.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.tensors: tuple[Tree, Tree] | None = None
+        self.dataset: Any = None
+        if isinstance(data, (tuple, list)) and len(data) == 2 and tree_leaves(data):
+            x, y = (dict(part) if isinstance(part, Mapping) else part for part in data)
+            self.tensors = x, y
+            self.size = _length(self.tensors)
+        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            self.dataset, self.size = data, len(data)
+        else:
+            refuse(
+                "Training(data)",
+                "a pair (x, y) of tensors or a map-style dataset. An iterator or a loader cannot be used, because "
+                "steps are repeated by their number",
+                type(data).__name__,
+                TypeError,
+            )
+        if not self.size:
+            refuse("Training(data)", "at least one example", 0)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the tensors, or None for a dataset."""
+        return None if self.tensors is None else tree_leaves(self.tensors)[0].device
+
+    def batch(self, rows: Tensor) -> tuple[Tree, Tree]:
+        """Return the examples at some indices."""
+        if self.tensors is not None:
+            return tree_map(lambda values: values.index_select(0, rows.to(values.device)), self.tensors)
+        x, y = default_collate([self.dataset[i] for i in rows.tolist()])
+        return x, y
+
+
+def _length(data: tuple[Tree, Tree]) -> int:
+    leaves: Sequence[Any] = tree_leaves(data)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+            refuse(
+                "Training(data)", "tensors whose first axis counts examples", type(leaf).__name__, TypeError
+            )
+    sizes = sorted({len(leaf) for leaf in leaves})
+    if len(sizes) > 1:
+        refuse("Training(data)", "x and y of the same number of examples", sizes)
+    return sizes[0]

@@ -1,0 +1,406 @@
+"""A training as a differentiable function of whatever requires grad."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.autograd.unrolling.plan import Plan, states_of
+from metagrad.core._torch import Context, Function
+from metagrad.core.budget import Memory, checked_memory, free_bytes
+from metagrad.core.checks import check_choice, check_count, check_function, check_type, refuse
+from metagrad.core.modules import check_substitutable, refuse_wrapped
+from metagrad.core.reach import Reached
+from metagrad.core.tree import LossFn, Params, Tree, dissect, is_differentiable
+from metagrad.optim.rule import Rule
+from metagrad.training.reverse import Cotangents, Leaves, StateCotangents, leaves_of, vjp
+from metagrad.training.step import Inputs, Model, Step, variable
+from metagrad.training.stream import Examples, Stream
+from metagrad.training.trajectory import Report, Trajectory
+
+Transform = Callable[[Tree, Tree], "tuple[Tree, Tree]"]
+
+
+class Training:
+    r"""A training of a model on mini-batches, as a differentiable function.
+
+    Calling it trains and returns a :class:`Trained` model. The result is differentiable with respect to whatever
+    requires grad: weights of the examples, the data, hyperparameters of the functional optimizer, initial parameters,
+    and tensors that the loss reads. The derivative is exact. The model itself is never modified.
+
+    .. math:: \theta_{t+1} = \mathrm{update}\Big(\theta_t, \nabla_\theta \frac{1}{B} \sum_{i \in b_t} w_i \,
+              \ell_i(\theta_t)\Big)
+
+    The order of the examples and all random numbers are functions of the seed and the step. The model trains in the
+    modes that its modules have now. Running statistics of batch norms are part of the state, so a metric in
+    evaluation mode has the correct derivative.
+
+    Args:
+        model: A module in training mode. Its parameters that require grad are trained.
+        loss_fn: ``loss_fn(output, y)`` returns one loss for each example, ``[batch]`` or ``[batch, ...]``. Or it
+            returns the mean that a loss of ``torch.nn.functional`` takes, such as ``F.cross_entropy``.
+        data: A pair ``(x, y)`` of pytrees of tensors whose first axis counts examples, or a map-style dataset of
+            pairs. The model is called as ``model(x)``, ``model(*x)`` or ``model(**x)``.
+        optimizer: A functional optimizer of :mod:`metagrad.optim.rules`.
+        batch_size: Examples in a mini-batch.
+        epochs: Number of epochs. Give either ``epochs`` or ``steps``.
+        steps: Number of steps.
+        seed: Seed of the order of the examples and of random numbers.
+        transform: Function ``transform(x, y)`` of each mini-batch, such as an augmentation, or None.
+        average: ``"batch"`` divides the weighted sum of the losses by the number of examples of the mini-batch.
+            ``"weights"`` divides it by the sum of their weights.
+        micro_batch: Maximum number of examples whose graph is held at a time. None holds a whole mini-batch.
+        order: Indices of the examples of each step, int64 ``[steps, batch]``, in place of the shuffled order.
+
+    Raises:
+        ValueError: An argument is out of range, or the model is in evaluation mode.
+        TypeError: The data is an iterator, or ``optimizer`` is no functional optimizer.
+
+    Example:
+        The derivative of the trained weight with respect to the weight of each example:
+
+        >>> x, y = torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [3.0]])
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> training = metagrad.Training(
+        ...     model, torch.nn.functional.mse_loss, (x, y), optimizer=metagrad.optim.rules.sgd(lr=0.5),
+        ...     batch_size=2, steps=1
+        ... )
+        >>> weights = torch.ones(2, requires_grad=True)
+        >>> trained = training(weights)
+        >>> trained(torch.ones(1, 1)).item(), metagrad.grad(trained(torch.ones(1, 1)), weights).tolist()
+        (2.0, [0.5, 1.5])
+
+    References:
+        Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible learning",
+        ICML 2015; Engstrom et al., "Optimizing ML training with metagradient descent", arXiv:2503.13751.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        data: Any,
+        *,
+        optimizer: Rule,
+        batch_size: int,
+        epochs: int | None = None,
+        steps: int | None = None,
+        seed: int = 0,
+        transform: Transform | None = None,
+        average: str = "batch",
+        micro_batch: int | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        call = "Training(...)"
+        check_type("Training(model)", model, nn.Module)
+        refuse_wrapped("Training(model)", model)
+        check_substitutable("Training(model)", model.modules())
+        if not model.training:
+            refuse("Training(model)", "a model in training mode, as after model.train()", "evaluation mode")
+        check_function(call, "loss_fn", loss_fn)
+        check_choice("Training(average)", average, ("batch", "weights"))
+        check_count("Training(micro_batch)", micro_batch, optional=True)
+        self.model = Model(model)
+        self.examples = Examples(data)
+        self.optimizer = _checked_rule("Training(optimizer)", optimizer)
+        size = min(check_count("Training(batch_size)", batch_size), self.examples.size)
+        order = _checked_order(order, self.examples.size)
+        self.steps = _number_of_steps(epochs, steps, -(-self.examples.size // size), order)
+        stream = Stream(self.examples.size, size, self.steps, seed, order)
+        self.step = Step(self.model, loss_fn, stream, average, micro_batch, transform)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples, n."""
+        return self.examples.size
+
+    def __call__(
+        self,
+        weights: Tensor | None = None,
+        *,
+        data: tuple[Tree, Tree] | None = None,
+        params: Params | None = None,
+        optimizer: Rule | None = None,
+        memory: Memory = "log",
+        states: int | None = None,
+    ) -> Trained:
+        r"""Train.
+
+        ========= ============================= ===================================================
+        memory    stores                        extra computation
+        ========= ============================= ===================================================
+        "full"    the graph of every step       none
+        "step"    the state of every step       each step once more, to record its graph
+        "sqrt"    :math:`2 \sqrt{T}` states     each step twice more
+        "log"     :math:`2 \log_2 T` states     each step 2 to 3.5 times more for T up to 10,000
+        bytes     as many states as fit         as little as possible
+        "auto"    half of the free memory       as little as possible
+        ========= ============================= ===================================================
+
+        All modes return the same bits.
+
+        Args:
+            weights: Weights of the examples, ``[n]``, or of the terms of their losses, ``[n, ...]``. The default
+                is 1.
+            data: Other data of the same form as ``data`` of the constructor.
+            params: Initial parameters by name. The default is the parameters of the model.
+            optimizer: Another functional optimizer.
+            memory: Which states are stored for the backward pass.
+            states: Number of states that are stored, in place of ``memory``.
+
+        Returns:
+            The trained model.
+
+        Raises:
+            ValueError: The shapes of the weights, the data or the parameters do not fit.
+        """
+        examples = self.examples if data is None else self._checked_data(data)
+        own = self.model.params() if params is None else self._checked_params(params)
+        weights = self._checked_weights(weights, next(iter(own.values())))
+        rule = self.optimizer if optimizer is None else _checked_rule("Training(...)(optimizer)", optimizer)
+        inputs = Inputs(weights, examples, rule)
+        leaves = leaves_of(own, inputs, self._free(own))
+        wanted = leaves.filled([t.requires_grad and torch.is_grad_enabled() for t in leaves.flat()])
+        plan = self.plan(memory, states, params=own, optimizer=rule)
+        full = memory == "full" and states is None
+        trajectory = Trajectory(self.step, inputs, leaves, wanted, own, None if full else plan)
+        return Trained(self, trajectory)
+
+    def plan(
+        self,
+        memory: Memory = "log",
+        states: int | None = None,
+        *,
+        params: Params | None = None,
+        optimizer: Rule | None = None,
+    ) -> Plan:
+        """Return which states are stored and how many steps run, before anything runs.
+
+        Args:
+            memory: Which states are stored, as in :meth:`__call__`.
+            states: Number of states, in place of ``memory``.
+            params: Initial parameters by name.
+            optimizer: The functional optimizer.
+        """
+        params = self.model.params() if params is None else params
+        call = "Training(...)(memory)"
+        mode = checked_memory(call, memory)
+        with torch.no_grad():
+            first = params, (optimizer or self.optimizer).init(params), self.model.buffers()
+        tensors = dissect(first)[0]
+        if mode == "auto":
+            mode = free_bytes(tensors[0].device) // 2
+        size = sum(tensor.nbytes for tensor in tensors)
+        check_count("Training(...)(states)", states, optional=True)
+        count = states_of(call, mode, self.steps, size) if states is None else min(states, self.steps)
+        return Plan(self.steps, count)
+
+    def _free(self, params: Params) -> list[Tensor]:
+        """Return the tensors that require grad among those that the loss, the model and the transform can reach."""
+        known = {id(t) for t in (*params.values(), *self.model.params().values())}
+        found: dict[int, Tensor] = {}
+        for function in (self.step.loss_fn, self.model.module, self.step.transform):
+            for _, tensor in [] if function is None else Reached(function).tensors:
+                if tensor.requires_grad and id(tensor) not in known:
+                    found[id(tensor)] = tensor
+        return list(found.values())
+
+    def _checked_data(self, data: tuple[Tree, Tree]) -> Examples:
+        examples = Examples(data)
+        if examples.size != self.num_examples:
+            refuse("Training(...)(data)", f"{self.num_examples} examples", examples.size)
+        return examples
+
+    def _checked_params(self, params: Params) -> Params:
+        expected = {name: tuple(p.shape) for name, p in self.model.params().items()}
+        got = {name: tuple(p.shape) for name, p in params.items()}
+        if got != expected:
+            refuse("Training(...)(params)", f"the trained parameters {expected}", got)
+        return {name: params[name] for name in expected}
+
+    def _checked_weights(self, weights: Tensor | None, like: Tensor) -> Tensor:
+        if weights is None:
+            return like.detach().new_ones(self.num_examples)
+        check_type("Training(...)(weights)", weights, Tensor)
+        if weights.ndim == 0 or len(weights) != self.num_examples or not weights.is_floating_point():
+            refuse(
+                "Training(...)(weights)",
+                f"a floating point tensor [{self.num_examples}] or [{self.num_examples}, ...]",
+                f"{weights.dtype} of shape {tuple(weights.shape)}",
+            )
+        return weights
+
+
+class Trained:
+    """A trained model, as a differentiable function of what the training was called with.
+
+    Attributes:
+        training: The training.
+        params: Trained parameters by name.
+        buffers: Buffers by name, such as running statistics.
+        losses: The loss of each step, ``[steps]``.
+        optimizer_state: State of the functional optimizer, without a graph.
+        weights: The weights of the examples.
+        report: States, bytes and repeated steps of the training and its backward passes.
+    """
+
+    def __init__(self, training: Training, trajectory: Trajectory) -> None:
+        self.training = training
+        self.trajectory = trajectory
+        final = trajectory.final
+        names = [*final.params, *final.buffers]
+        *tensors, self.losses = _Trained.apply(trajectory, *trajectory.leaves.flat())
+        values = dict(zip(names, tensors, strict=True))
+        self.params: Params = {name: values[name] for name in final.params}
+        self.buffers: Params = {name: values[name] for name in final.buffers}
+        self.optimizer_state = final.optimizer
+        self.weights = trajectory.inputs.weights
+        self.report: Report = trajectory.report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the trained model in evaluation mode."""
+        return self.training.model.bound(self.params, self.buffers)(*args, **kwargs)
+
+    def module(self) -> nn.Module:
+        """Return a copy of the model with the trained parameters and buffers, in evaluation mode."""
+        model = copy.deepcopy(self.training.model.module).eval()
+        values = {**self.params, **self.buffers}
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name in values:
+                    tensor.copy_(values[name])
+        return model
+
+    def jacobian(
+        self,
+        metrics: Callable[[Callable[..., Any]], Tensor],
+        wrt: str = "weights",
+        *,
+        chunk: int | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Differentiate several metrics of the trained model in one sweep back through the training.
+
+        Args:
+            metrics: ``metrics(trained)`` returns ``[k]``. It receives a function that calls the trained model.
+            wrt: ``"weights"``, ``"data"``, ``"params"``, ``"rule"`` or ``"free"``. These are the initial parameters,
+                the hyperparameters of the optimizer, and other tensors that the loss reads.
+            chunk: Maximum number of metrics of a sweep. Every further sweep repeats the training.
+
+        Returns:
+            The metrics ``[k]``, and their derivatives, ``[k, *shape]`` for each tensor.
+        """
+        check_choice("trained.jacobian(wrt)", wrt, Leaves._fields)
+        values, rows = self._rows(metrics)
+        leaves = self.trajectory.leaves
+        wanted = Leaves(*([name == wrt] * len(own) for name, own in zip(Leaves._fields, leaves, strict=True)))
+        count = chunk or max(len(values), 1)
+        parts = []
+        for first in range(0, len(values), count):
+            own = rows.sliced(first, first + count)
+            size = min(count, len(values) - first)
+            found = self.trajectory.reverse(own, None, wanted, size)
+            parts.append(_dense(getattr(found, wrt), getattr(leaves, wrt), size))
+        return values, [torch.cat(columns) for columns in zip(*parts, strict=True)]
+
+    def _rows(self, metrics: Callable[[Callable[..., Any]], Tensor]) -> tuple[Tensor, StateCotangents]:
+        """Return the metrics, and their derivatives with respect to the final state."""
+        final = self.trajectory.final
+        params = {name: variable(p) for name, p in final.params.items()}
+        buffers = {name: variable(b) for name, b in final.buffers.items()}
+        with torch.enable_grad():
+            values = metrics(self.training.model.bound(params, buffers))
+        if not isinstance(values, Tensor) or values.ndim != 1:
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            refuse("trained.jacobian(metrics)", "a 1-d tensor with a number for each metric", got)
+        inputs = [*params.values(), *buffers.values()]
+        rows: Cotangents = vjp([values], inputs, [torch.eye(len(values)).to(values)], len(values))
+        optimizer: Cotangents = [None] * len(dissect(final.optimizer)[0])
+        return values.detach(), StateCotangents(rows[: len(params)], optimizer, rows[len(params) :])
+
+
+def _dense(found: Cotangents, like: list[Tensor], count: int) -> list[Tensor]:
+    """Return cotangents with zeros in place of None."""
+    return [x.new_zeros(count, *x.shape) if f is None else f for f, x in zip(found, like, strict=True)]
+
+
+class _TrainedContext(Context):
+    trajectory: Trajectory
+
+
+class _Trained(Function):
+    """The final parameters, buffers and losses of a training, as a function of its leaves."""
+
+    @staticmethod
+    def forward(trajectory: Trajectory, *leaves: Tensor) -> tuple[Tensor, ...]:
+        final = trajectory.final
+        tensors = (*final.params.values(), *final.buffers.values(), trajectory.losses)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: _TrainedContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.trajectory = inputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in output if not is_differentiable(t)))
+
+    @staticmethod
+    def backward(ctx: _TrainedContext, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        trajectory = ctx.trajectory
+        wanted = trajectory.leaves.filled(ctx.needs_input_grad[1:])
+        if torch.is_grad_enabled():
+            return None, *_differentiable(trajectory, wanted, cotangents)
+        given = [c if c is None else c[None] for c in cotangents]
+        size, final = len(trajectory.final.params), trajectory.final
+        optimizer: Cotangents = [None] * len(dissect(final.optimizer)[0])
+        after = StateCotangents(given[:size], optimizer, given[size:-1])
+        found = trajectory.reverse(after, given[-1], wanted, 1)
+        return None, *(f if f is None else f[0] for f in found.flat())
+
+
+def _differentiable(
+    trajectory: Trajectory, wanted: Leaves, cotangents: tuple[Tensor | None, ...]
+) -> list[Tensor | None]:
+    """Return the cotangents of the leaves with a graph."""
+    final, losses = trajectory.differentiable()
+    outputs = [*final.params.values(), *final.buffers.values(), losses]
+    leaves = trajectory.leaves.flat()
+    own = [leaf for leaf, is_wanted in zip(leaves, wanted.flat(), strict=True) if is_wanted]
+    found = iter(graph_vjp(outputs, own, cotangents, create_graph=True))
+    return [next(found) if is_wanted else None for is_wanted in wanted.flat()]
+
+
+def _checked_rule(call: str, rule: Any) -> Rule:
+    if not (hasattr(rule, "init") and hasattr(rule, "update")) or isinstance(rule, type):
+        raise TypeError(
+            f"{call}: expected a functional optimizer such as metagrad.optim.rules.sgd(lr=0.1), got "
+            f"{type(rule).__name__}."
+        )
+    return rule
+
+
+def _checked_order(order: Tensor | None, size: int) -> Tensor | None:
+    if order is None:
+        return None
+    check_type("Training(order)", order, Tensor)
+    if order.ndim != 2 or order.dtype != torch.int64 or not len(order):
+        refuse("Training(order)", "int64 [steps, batch]", f"{order.dtype} of shape {tuple(order.shape)}")
+    if int(order.min()) < 0 or int(order.max()) >= size:
+        refuse("Training(order)", f"indices from 0 to {size - 1}", (int(order.min()), int(order.max())))
+    return order
+
+
+def _number_of_steps(epochs: int | None, steps: int | None, per_epoch: int, order: Tensor | None) -> int:
+    if order is not None:
+        if epochs is not None or steps not in (None, len(order)):
+            refuse("Training(order)", "order without epochs and steps", (epochs, steps))
+        return len(order)
+    if (epochs is None) == (steps is None):
+        refuse("Training(epochs, steps)", "one of both", (epochs, steps))
+    if steps is not None:
+        return check_count("Training(steps)", steps)
+    return check_count("Training(epochs)", epochs) * per_epoch

@@ -1,0 +1,188 @@
+"""A training that was run: its states, as many as fit, and the sweeps back through its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_deterministic
+from metagrad.autograd.unrolling.plan import Plan, Reversal
+from metagrad.core.capture import AutocastState, Flags, RandomState
+from metagrad.core.norms import every_order
+from metagrad.core.tree import Params, dissect
+from metagrad.training.reverse import Cotangents, Leaves, PartGraph, Pullback, StateCotangents
+from metagrad.training.step import Inputs, State, Step, variable
+
+MOST_DIFFERENTIABLE = 200
+"""Maximum number of steps of a training whose derivative can be differentiated again."""
+
+
+@dataclasses.dataclass
+class Report:
+    """The memory and the repeated steps of a training.
+
+    Attributes:
+        steps: Number of steps.
+        states: Maximum number of states that were kept at a time.
+        state_bytes: Bytes of one state: parameters, optimizer and buffers.
+        replays: Number of steps that were repeated in reverse passes.
+        growth: Norm of the cotangent of the initial parameters relative to the final ones, the maximum over metrics.
+            None before a reverse pass. Above 1e6 in float32, scores are rounding errors.
+    """
+
+    steps: int
+    states: int
+    state_bytes: int
+    replays: int = 0
+    growth: float | None = None
+
+    def __str__(self) -> str:
+        grown = "" if self.growth is None else f", cotangents grew {self.growth:.2g} times"
+        return (
+            f"{self.steps} steps, at most {self.states} states of {self.state_bytes / 2**20:.2f} MiB, "
+            f"{self.replays} steps repeated{grown}"
+        )
+
+
+class Trajectory:
+    """A training from an initial state, with the states that its reverse pass begins with.
+
+    Args:
+        step: The step.
+        inputs: The inputs of the training.
+        leaves: The tensors that the training is a function of.
+        wanted: For each of them, True if it is differentiated.
+        params: Initial parameters.
+        plan: Which states are kept. None keeps the graph of every step.
+
+    Attributes:
+        final: The state after the last step.
+        losses: The loss of each step, ``[steps]``.
+        report: Memory and repeated steps.
+    """
+
+    def __init__(
+        self, step: Step, inputs: Inputs, leaves: Leaves, wanted: Leaves, params: Params, plan: Plan | None
+    ) -> None:
+        self.step = step
+        self.inputs = inputs
+        self.leaves = leaves
+        self.wanted = wanted
+        self.steps = step.stream.steps
+        self.plan = plan or Plan(self.steps, max(self.steps, 1))
+        self.kept: dict[int, State] = {}
+        self.graphs: dict[int, list[PartGraph]] = {}
+        self.settings = Flags(), AutocastState()
+        self.versions = [(t, t._version) for own in leaves[1:] for t in own]
+        own = {name: p.detach().clone() for name, p in params.items()}
+        with torch.no_grad():
+            self.kept[0] = State(own, inputs.rule.init(own), step.model.buffers())
+        self._run(keep_graphs=plan is None)
+
+    def _run(self, *, keep_graphs: bool) -> None:
+        state, kept, losses = self.kept[0], set(self.plan.kept_first()), []
+        recorder = Pullback(self.step, self.inputs, self.leaves, self.wanted, 1) if keep_graphs else None
+        random = RandomState()
+        with self.step.model.training():
+            for t in range(self.steps):
+                if t in kept:
+                    self.kept[t] = state
+                if recorder is not None:
+                    self.graphs[t] = [recorder.record(state, part) for part in self.step.parts(t)]
+                gradients = None if recorder is None else [graph.gradient for graph in self.graphs[t]]
+                state, loss = self.step.take(state, t, self.inputs, gradients)
+                losses.append(loss)
+        random.restore()
+        self.final = state
+        self.losses = torch.stack(losses)
+        size = sum(t.nbytes for t in dissect(state)[0])
+        self.report = Report(self.steps, len(self.kept), size)
+
+    def reverse(self, after: StateCotangents, losses: Tensor | None, wanted: Leaves, count: int) -> Leaves:
+        """Return the cotangents of the leaves, ``[k, *shape]`` each, or None.
+
+        Args:
+            after: Cotangents of the final state, ``[k, *shape]`` each.
+            losses: Cotangents of the losses, ``[k, steps]``, or None.
+            wanted: For each leaf, True if it is differentiated.
+            count: Number of cotangents, k.
+        """
+        self._refuse_changes()
+        if any(want and not had for want, had in zip(wanted.flat(), self.wanted.flat(), strict=True)):
+            self.graphs.clear()  # they lack a leaf
+        pull = Pullback(self.step, self.inputs, self.leaves, wanted, count)
+        after = after._replace(params=[c if c is None else c.double() for c in after.params])
+        last, random = _norms(after.params), RandomState()
+        reversal = Reversal(self.plan, self.kept, self._replay)
+        with self.settings[0].restored(), self.settings[1].restored(), self.step.model.training():
+            for t, state in reversal:
+                own = None if losses is None else losses[:, t]
+                after, loss = pull(state, t, after, own, self.graphs.pop(t, None))
+                self._compare(loss, t)
+            params = pull.through_init(self.kept[0].params, after)
+        random.restore()
+        self.report.replays += reversal.replays
+        self.report.states = max(self.report.states, reversal.most)
+        self.report.growth = _growth(_norms(params), last)
+        total = pull.total._replace(params=params).flat()
+        leaves = zip(total, self.leaves.flat(), wanted.flat(), strict=True)
+        return self.leaves.filled(c.to(t.dtype) if want and c is not None else None for c, t, want in leaves)
+
+    def differentiable(self) -> tuple[State, Tensor]:
+        """Run the training again with one graph of all steps, for derivatives of any order."""
+        if self.steps > MOST_DIFFERENTIABLE:
+            raise RuntimeError(
+                f"Training(...): the derivative of a training can be differentiated again (create_graph=True) for at "
+                f"most {MOST_DIFFERENTIABLE} steps, got {self.steps}. Its graph would hold every step."
+            )
+        params = dict(zip(self.kept[0].params, self.leaves.params, strict=True))
+        buffers = {name: variable(b) for name, b in self.kept[0].buffers.items()}
+        state = State(params, self.inputs.rule.init(params), buffers)
+        losses, random = [], RandomState()
+        with (
+            self.settings[0].restored(),
+            self.settings[1].restored(),
+            self.step.model.training(),
+            every_order(),
+        ):
+            for t in range(self.steps):
+                state, loss = self.step.take_with_graph(state, t, self.inputs)
+                losses.append(loss)
+        random.restore()
+        return state, torch.stack(losses)
+
+    def _replay(self, state: State, t: int) -> State:
+        state, loss = self.step.take(state, t, self.inputs)
+        self._compare(loss, t)
+        return state
+
+    def _compare(self, loss: Tensor, t: int) -> None:
+        """Raise ``RuntimeError`` if a repeated step has another loss than the first time."""
+        error = 0.0 if is_deterministic() else RELATIVE_ERROR
+        if not torch.allclose(loss, self.losses[t], rtol=error, atol=0.0, equal_nan=True):
+            raise RuntimeError(
+                f"Training(...): step {t} had the loss {float(self.losses[t])} and has {float(loss)} when it is "
+                "repeated. The data, the model and the loss must not change. The transform and the dataset must use "
+                "only the global random generators of torch, NumPy and Python."
+            )
+
+    def _refuse_changes(self) -> None:
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"Training(...): a tensor of shape {tuple(tensor.shape)} that the training reads was modified in "
+                    "place after the forward pass. Call backward before an optimizer writes it, or train again."
+                )
+
+
+def _norms(cotangents: Cotangents) -> Tensor:
+    """Return the norm of each of k cotangents of all parameters, ``[k]``."""
+    squares = [c.double().flatten(1).square().sum(1) for c in cotangents if c is not None]
+    return torch.stack(squares).sum(0).sqrt() if squares else torch.zeros(1)
+
+
+def _growth(first: Tensor, last: Tensor) -> float:
+    """Return the maximum ratio of norms."""
+    return float((first / last.clamp(min=1e-300)).max())
