@@ -56,6 +56,10 @@ class Leaves(NamedTuple):
         """Return all values in one list."""
         return [value for values in self for value in values]
 
+    def only(self, name: str) -> Leaves:
+        """Return the structure with True for the leaves of one name, and False for all others."""
+        return Leaves(*([field == name] * len(own) for field, own in zip(self._fields, self, strict=True)))
+
     def filled(self, values: Iterable[Any]) -> Leaves:
         """Return the same structure with other values, in the order of :meth:`flat`."""
         supply = iter(values)

@@ -298,13 +298,12 @@ class Trained:
         check_choice("trained.jacobian(wrt)", wrt, Leaves._fields)
         values, rows = self._rows(metrics)
         leaves = self.trajectory.leaves
-        wanted = Leaves(*([name == wrt] * len(own) for name, own in zip(Leaves._fields, leaves, strict=True)))
+        wanted = leaves.only(wrt)
         count = chunk or max(len(values), 1)
-        parts = []
+        parts: list[list[Tensor]] = []
         for first in range(0, len(values), count):
-            own = rows.sliced(first, first + count)
             size = min(count, len(values) - first)
-            found = self.trajectory.reverse(own, None, wanted, size)
+            found = self.trajectory.reverse(rows.sliced(first, first + size), None, wanted, size)
             parts.append(_dense(getattr(found, wrt), getattr(leaves, wrt), size))
         return values, [torch.cat(columns) for columns in zip(*parts, strict=True)]
 
@@ -315,9 +314,13 @@ class Trained:
         buffers = {name: variable(b) for name, b in final.buffers.items()}
         with torch.enable_grad():
             values = metrics(self.training.model.bound(params, buffers))
-        if not isinstance(values, Tensor) or values.ndim != 1:
-            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            refuse("trained.jacobian(metrics)", "a 1-d tensor with a number for each metric", got)
+        check_type("trained.jacobian(metrics): the returned value", values, Tensor)
+        if values.ndim != 1:
+            refuse(
+                "trained.jacobian(metrics)",
+                "a 1-d tensor with one number for each metric",
+                tuple(values.shape),
+            )
         inputs = [*params.values(), *buffers.values()]
         rows: Cotangents = vjp([values], inputs, [torch.eye(len(values)).to(values)], len(values))
         optimizer: Cotangents = [None] * len(dissect(final.optimizer)[0])

@@ -82,7 +82,7 @@ class Trajectory:
         self._run(keep_graphs=plan is None)
 
     def _run(self, *, keep_graphs: bool) -> None:
-        state, kept, losses = self.kept[0], set(self.plan.kept_first()), []
+        state, kept, losses = self.kept[0], set(self.plan.kept_first()), list[Tensor]()
         recorder = Pullback(self.step, self.inputs, self.leaves, self.wanted, 1) if keep_graphs else None
         random = RandomState()
         with self.step.model.training():
@@ -140,7 +140,7 @@ class Trajectory:
         params = dict(zip(self.kept[0].params, self.leaves.params, strict=True))
         buffers = {name: variable(b) for name, b in self.kept[0].buffers.items()}
         state = State(params, self.inputs.rule.init(params), buffers)
-        losses, random = [], RandomState()
+        losses, random = list[Tensor](), RandomState()
         with (
             self.settings[0].restored(),
             self.settings[1].restored(),
