@@ -22,6 +22,7 @@ AREAS = {  # markers for 1,000 sentences and the share of long sentences in %: t
     "metagrad/optim": (5, 12),
     "metagrad/sparse": (5, 12),
     "metagrad/tasks": (5, 12),
+    "metagrad/training": (5, 12),
 }
 
 
