@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
-from metagrad.core.tree import Params, Tree, constants, dissect, is_differentiable, plus, tree_leaves
+from metagrad.core.tree import Params, Tree, dissect, is_differentiable, plus, tree_leaves
+from metagrad.optim.first_order.sgd import SGDRule
 from metagrad.optim.hyperparameters import hyperparameters_in, with_hyperparameters
 from metagrad.training.step import Gradient, Inputs, Part, State, Step, summed, variable
 
 Cotangents = list["Tensor | None"]
-"""One ``[k, *shape]`` for each tensor, or None for zero. Parameters and optimizer states have float64 cotangents."""
+"""One ``[k, *shape]`` for each tensor, or None for zero."""
 
 
 class StateCotangents(NamedTuple):
@@ -157,7 +158,7 @@ class Pullback:
         if graphs is None:
             gradient = self.step.whole_gradient(state, t, self.inputs)
         else:
-            gradient = constants(summed([graph.gradient for graph in graphs]))
+            gradient = summed([graph.gradient for graph in graphs]).detached()
         along, params, optimizer = self._through_update(state, gradient.grads, after)
         along = [
             c if c is None else c.to(g.dtype) for c, g in zip(along, gradient.grads.values(), strict=True)
@@ -193,15 +194,23 @@ class Pullback:
 
         The function is differentiated in float64, because the first step of Adam cancels in float32.
         """
-        hyper = {id(t): _double(t) for t in self.leaves.rule}
+        hyper = {id(t): self._leaf(t) for t in self.leaves.rule}
         rule = with_hyperparameters(self.inputs.rule, lambda t: hyper[id(t)]) if hyper else self.inputs.rule
         tensors, structure = dissect(args)
-        doubles = [_double(tensor) for tensor in tensors]
+        own = [self._leaf(tensor) for tensor in tensors]
         with torch.enable_grad():
-            results = dissect(function(rule, *structure.fill(doubles)))[0]
-        found = vjp(results, [*doubles, *hyper.values()], cotangents, self.count)
+            results = dissect(function(rule, *structure.fill(own)))[0]
+        found = vjp(results, [*own, *hyper.values()], cotangents, self.count)
         _add(self.total.rule, found[len(tensors) :])
         return found[: len(tensors)]
+
+    def widened(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the dtype in which updates are differentiated."""
+        is_linear = isinstance(self.inputs.rule, SGDRule)  # nothing cancels
+        return tensor if is_linear or not is_differentiable(tensor) else tensor.to(torch.float64)
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        return variable(self.widened(tensor))
 
     def _through_gradient(
         self, graph: PartGraph, along: Cotangents, loss: Tensor | None, buffers: Cotangents
@@ -242,14 +251,6 @@ class Pullback:
 
 def _add(total: Cotangents, found: Sequence[Tensor | None]) -> None:
     total[:] = map(plus, total, found)
-
-
-def _double(tensor: Tensor) -> Tensor:
-    """Return a leaf in float64, or a tensor that cannot be differentiated unchanged."""
-    if not is_differentiable(tensor):
-        return tensor
-    wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return wide.requires_grad_()
 
 
 def vjp(

@@ -13,7 +13,7 @@ from metagrad.core._torch import BatchNorm, InstanceNorm
 from metagrad.core.norms import composite_norms, unfused_attention
 from metagrad.core.reach import placed
 from metagrad.core.substitution import copied, tensor_places
-from metagrad.core.tree import LossFn, Params, Tree, constants, is_differentiable, zeros_for_none
+from metagrad.core.tree import LossFn, Params, Tree, is_differentiable, zeros_for_none
 from metagrad.optim.rule import Rule
 from metagrad.training.losses import example_losses
 from metagrad.training.stream import Examples, Stream, seed_step
@@ -73,6 +73,11 @@ class Gradient(NamedTuple):
     grads: Params
     loss: Tensor
     buffers: Params
+
+    def detached(self) -> Gradient:
+        """Return the same values without a graph."""
+        grads, buffers = ({name: t.detach() for name, t in own.items()} for own in (self.grads, self.buffers))
+        return Gradient(grads, self.loss.detach(), buffers)
 
 
 def variable(tensor: Tensor) -> Tensor:
@@ -271,7 +276,7 @@ class Step:
             inputs: The inputs of the training.
             gradients: The gradient of each part, or None to compute them.
         """
-        total = constants(self.whole_gradient(state, t, inputs) if gradients is None else summed(gradients))
+        total = self.whole_gradient(state, t, inputs) if gradients is None else summed(gradients).detached()
         with torch.no_grad():
             params, optimizer = inputs.rule.update(total.grads, state.optimizer, state.params)
         return State(params, optimizer, total.buffers), total.loss
@@ -286,16 +291,17 @@ class Step:
         """Return the gradient of step ``t``."""
         params = state.params if create_graph else {name: variable(p) for name, p in state.params.items()}
         buffers = {name: b.clone() for name, b in state.buffers.items()}
-        found = []
+        total: Gradient | None = None
         for part in self.parts(t):
             with torch.set_grad_enabled(create_graph):
                 weights, divisor, batch = self.examples(part, inputs)
             with self.model.holding(params, buffers):
                 own = self.gradient(params, buffers, weights, divisor, batch, part, create_graph=create_graph)
-            found.append(own)
+            total = own if total is None else summed([total, own])
+        assert total is not None
         if self.micro_batch is not None:
             self._refuse_statistics(state, buffers)
-        return summed(found)
+        return total
 
     def examples(self, part: Part, inputs: Inputs) -> tuple[Tensor, Tensor, tuple[Tree, Tree]]:
         """Return the weights of a part, what its loss is divided by, and its batch."""

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from metagrad.core.checks import refuse
-from metagrad.core.tree import Tree, tree_leaves, tree_map
+from metagrad.core.tree import Tree, dissect, tree_leaves
+
+_64_BITS = 2**64 - 1
 
 
 class Stream:
@@ -68,8 +70,18 @@ def seed_step(seed: int, t: int, part: int) -> None:
 
 
 def _entropy(*numbers: int) -> int:
-    """Return 63 bits that depend on all numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    """Return 63 bits that depend on all numbers.
+
+    References:
+        Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64).
+    """
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & _64_BITS
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _64_BITS
+        state ^= state >> 31
+    return state >> 1
 
 
 class Examples:
@@ -91,6 +103,7 @@ class Examples:
             x, y = (dict(part) if isinstance(part, Mapping) else part for part in data)
             self.tensors = x, y
             self.size = _length(self.tensors)
+            self._dissected = dissect(self.tensors)
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             self.dataset, self.size = data, len(data)
         else:
@@ -112,7 +125,8 @@ class Examples:
     def batch(self, rows: Tensor) -> tuple[Tree, Tree]:
         """Return the examples at some indices."""
         if self.tensors is not None:
-            return tree_map(lambda values: values.index_select(0, rows.to(values.device)), self.tensors)
+            tensors, structure = self._dissected
+            return structure.fill([values.index_select(0, rows.to(values.device)) for values in tensors])
         x, y = default_collate([self.dataset[i] for i in rows.tolist()])
         return x, y
 

@@ -113,7 +113,7 @@ class Trajectory:
         if any(want and not had for want, had in zip(wanted.flat(), self.wanted.flat(), strict=True)):
             self.graphs.clear()  # they lack a leaf
         pull = Pullback(self.step, self.inputs, self.leaves, wanted, count)
-        after = after._replace(params=[c if c is None else c.double() for c in after.params])
+        after = after._replace(params=[c if c is None else pull.widened(c) for c in after.params])
         last, random = _norms(after.params), RandomState()
         reversal = Reversal(self.plan, self.kept, self._replay)
         with self.settings[0].restored(), self.settings[1].restored(), self.step.model.training():
@@ -161,7 +161,10 @@ class Trajectory:
     def _compare(self, loss: Tensor, t: int) -> None:
         """Raise ``RuntimeError`` if a repeated step has another loss than the first time."""
         error = 0.0 if is_deterministic() else RELATIVE_ERROR
-        if not torch.allclose(loss, self.losses[t], rtol=error, atol=0.0, equal_nan=True):
+        first = self.losses[t]
+        if not (
+            torch.equal(loss, first) or torch.allclose(loss, first, rtol=error, atol=0.0, equal_nan=True)
+        ):
             raise RuntimeError(
                 f"Training(...): step {t} had the loss {float(self.losses[t])} and has {float(loss)} when it is "
                 "repeated. The data, the model and the loss must not change. The transform and the dataset must use "
