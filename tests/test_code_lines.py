@@ -6,8 +6,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 23_400, "experiments": 9_000, "tests": 27_700}
-FILES = {"metagrad": 245, "experiments": 74}
+LINES = {"metagrad": 23_400, "experiments": 9_480, "tests": 27_700}
+FILES = {"metagrad": 245, "experiments": 76}
 
 
 @pytest.mark.parametrize("folder", LINES)

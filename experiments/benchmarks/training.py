@@ -1,8 +1,8 @@
 """What the derivative of a training costs, in trainings: `python -m experiments.benchmarks.training`.
 
-The unit is the CPU time of a training of an MLP by torch.optim.SGD, without derivatives. The methods take turns, and
-the printed value is the median over rounds of the ratio to the training of the same round. "20 metrics" is the cost of
-each further metric. The second table is the peak memory of the derivative of one step, by metagrad's MemoryTracker.
+The unit is the CPU time of a training of an MLP by torch.optim.SGD, without derivatives. The methods take turns. The
+printed value is the median over rounds of the ratio to a training of the same round. The second table is the peak
+memory of the derivative of one step, measured by metagrad's MemoryTracker.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Step:
         return [Part(t, i, r) for i, r in enumerate(rows.split(self.micro_batch or len(rows)))]
 
     def divisor(self, weights: Tensor) -> Tensor:
-        """Return what the weighted sum of the losses of a mini-batch is divided by."""
+        """Return the divisor of the weighted sum of the losses of a mini-batch."""
         if self.average == "batch":
             return weights.new_tensor(float(weights.numel()))
         total = weights.sum()
@@ -227,7 +227,6 @@ class Step:
 
     def loss(self, weights: Tensor, divisor: Tensor, batch: tuple[Tree, Tree], part: Part) -> Tensor:
         """Return a part of the loss. The model holds the parameters."""
-        seed_step(self.stream.seed, part.t, part.number)
         x, y = batch if self.transform is None else self.transform(*batch)
         output, count = self.model(x), len(part.rows)
         is_whole = self.micro_batch is None or count == len(self.stream.rows(part.t))
@@ -304,7 +303,8 @@ class Step:
         return total
 
     def examples(self, part: Part, inputs: Inputs) -> tuple[Tensor, Tensor, tuple[Tree, Tree]]:
-        """Return the weights of a part, what its loss is divided by, and its batch."""
+        """Seed a part. Return the weights of its examples, the divisor of its loss, and its batch."""
+        seed_step(self.stream.seed, part.t, part.number)
         whole = inputs.weights[self.stream.rows(part.t)]
         return inputs.weights[part.rows], self.divisor(whole), inputs.examples.batch(part.rows)
 

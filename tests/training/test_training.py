@@ -78,9 +78,13 @@ def problem(model="mlp", rule="momentum", **options):
     return mg.Training(net, F.cross_entropy, (x, y), **given)
 
 
+def metric_data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(6, 12, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+
+
 def metric(trained):
-    torch.manual_seed(1)
-    x, y = torch.randn(6, 12), torch.randint(0, 3, (6,))
+    x, y = metric_data()
     return F.cross_entropy(trained(x), y) + trained.losses[-1]
 
 
@@ -117,3 +121,318 @@ def test_derivatives_agree_with_trainings_that_run_again(model, rule):
         expected = difference(at, leaves[name].detach(), direction)
         scale = float(gradient.norm() * direction.norm())
         assert abs(float((gradient * direction).sum()) - expected) < 1e-6 * max(scale, 1e-3), name
+
+
+def by_hand(training, weights, lr, momentum):
+    """Train a model without buffers by a plain loop with one graph of all steps."""
+    params = {name: p.detach().clone().requires_grad_() for name, p in training.model.params().items()}
+    first, velocity = params, {name: torch.zeros_like(p) for name, p in params.items()}
+    x, y = training.examples.tensors
+    losses = []
+    for t in range(training.steps):
+        rows = training.step.stream.rows(t)
+        output = torch.func.functional_call(training.model.module, params, (x[rows],))
+        losses.append((weights[rows] * F.cross_entropy(output, y[rows], reduction="none")).mean())
+        grads = torch.autograd.grad(losses[-1], list(params.values()), create_graph=True)
+        velocity = {name: momentum * v + g for (name, v), g in zip(velocity.items(), grads, strict=True)}
+        params = {name: p - lr[t] * velocity[name] for name, p in params.items()}
+    x, y = metric_data()
+    loss = F.cross_entropy(torch.func.functional_call(training.model.module, params, (x,)), y) + losses[-1]
+    return loss, first
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "log", 3, "4KiB"])
+def test_the_gradient_is_the_same_bits_for_every_memory(memory):
+    training = problem(rule=R.sgd(lr=0.1, momentum=0.9), epochs=3)
+    rates = torch.linspace(0.1, 0.2, training.steps, requires_grad=True)
+    momentum = torch.tensor(0.8, requires_grad=True)
+    weights = torch.linspace(0.5, 1.5, 14).requires_grad_()
+    rule = R.sgd(lr=rates, momentum=momentum)
+    given = {"states": memory} if isinstance(memory, int) else {"memory": memory}
+    own = list(training.model.params().values())
+
+    def gradients(**given):
+        trained = training(weights, optimizer=rule, **given)
+        return trained, torch.autograd.grad(metric(trained), [weights, rates, momentum, *own])
+
+    trained, found = gradients(**given)
+    assert all(map(torch.equal, found, gradients(memory="step")[1]))
+    loss, first = by_hand(training, weights, rates, momentum)
+    expected = torch.autograd.grad(loss, [weights, rates, momentum, *first.values()])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    # The state before the last step is kept in addition.
+    assert trained.report.states <= training.plan(**given).states + 1
+    assert trained.report.replays == training.plan(**given).forward_steps - training.steps
+
+
+def test_a_second_sweep_trains_again():
+    training = problem()
+    weights = torch.ones(14, requires_grad=True)
+    loss = metric(training(weights, memory="log"))
+    first, second = (torch.autograd.grad(loss, weights, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("memory", ["full", "log"])
+@pytest.mark.parametrize("average", ["batch", "weights"])
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_micro_batches_add_up(micro_batch, average, memory):
+    weights = torch.linspace(0.5, 1.5, 14).requires_grad_()
+
+    def gradient(micro_batch):
+        trained = problem(micro_batch=micro_batch, average=average)(weights, memory=memory)
+        return torch.autograd.grad(metric(trained), weights)[0]
+
+    torch.testing.assert_close(gradient(micro_batch), gradient(None), rtol=1e-12, atol=1e-14)
+
+
+def test_weights_that_average_do_not_depend_on_their_scale():
+    def losses(scale):
+        return problem(average="weights")(torch.full((14,), scale)).losses
+
+    torch.testing.assert_close(losses(2.0), losses(1.0), rtol=1e-12, atol=1e-14)
+    weights = torch.ones(14, requires_grad=True)
+    found = torch.autograd.grad(metric(problem(average="weights")(weights)), weights)[0]
+    assert abs(float(found.sum())) < 1e-12  # by Euler's theorem
+
+
+@pytest.mark.parametrize("model", ["batch norm", "attention and dropout"])
+def test_all_metrics_of_one_sweep_are_single_gradients(model):
+    training = problem(model)
+    weights = torch.ones(14, requires_grad=True)
+    x, y = metric_data()
+
+    def metrics(net):
+        return F.cross_entropy(net(x), y, reduction="none")
+
+    trained = training(weights, memory="sqrt")
+    values, (rows,) = trained.jacobian(metrics)
+    parts = training(memory="sqrt").jacobian(metrics, chunk=4)[1][0]
+    single = metrics(trained)
+    torch.testing.assert_close(values, single.detach(), rtol=1e-12, atol=0)
+    for row, part, value in zip(rows, parts, single, strict=True):
+        expected = torch.autograd.grad(value, weights, retain_graph=True)[0]
+        torch.testing.assert_close(row, expected, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(part, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_a_derivative_can_be_differentiated_again():
+    training = problem("batch norm", steps=3, epochs=None)
+    direction = torch.linspace(-1, 1, 14)
+
+    def slope(weights, create_graph=False):
+        return (
+            torch.autograd.grad(metric(training(weights)), weights, create_graph=create_graph)[0] @ direction
+        )
+
+    weights = torch.ones(14, requires_grad=True)
+    found = torch.autograd.grad(slope(weights, create_graph=True), weights)[0] @ direction
+    expected = difference(lambda w: slope(w.requires_grad_()).detach(), torch.ones(14), direction)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    long = problem(steps=201, epochs=None, model="mlp")(weights)
+    with pytest.raises(RuntimeError, match="at most 200 steps, got 201"):
+        torch.autograd.grad(metric(long), weights, create_graph=True)
+
+
+@pytest.mark.parametrize("kind", ["a module", "a closure", "no leaf"])
+def test_what_the_loss_reads_is_differentiated(kind):
+    scale = torch.tensor([0.5, 1.0, 1.5], requires_grad=True)
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(scale.detach().clone())
+
+        def forward(self, output, y):
+            return F.cross_entropy(output * self.scale, y)
+
+    module = Scaled()
+    twice = 2 * scale
+    loss_fn, leaf = {
+        "a module": (module, module.scale),
+        "a closure": (lambda output, y: F.cross_entropy(output * scale, y), scale),
+        "no leaf": (lambda output, y: F.cross_entropy(output * twice / 2, y), scale),
+    }[kind]
+    torch.manual_seed(0)
+    net, x, y = mlp(), torch.randn(14, 12), torch.randint(0, 3, (14,))
+
+    def value(scale):
+        training = mg.Training(
+            net,
+            lambda o, y: F.cross_entropy(o * scale, y),
+            (x, y),
+            optimizer=R.sgd(lr=0.5),
+            batch_size=4,
+            steps=5,
+        )
+        return float(metric(training()).detach())
+
+    training = mg.Training(net, loss_fn, (x, y), optimizer=R.sgd(lr=0.5), batch_size=4, steps=5)
+    found = torch.autograd.grad(metric(training()), leaf)[0]
+    direction = torch.tensor([1.0, -2.0, 0.5])
+    expected = difference(value, scale.detach(), direction)
+    assert float(found @ direction) == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_of_tokens():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    x, y = torch.randint(0, 5, (2, 8, 3))
+
+    def loss_fn(output, y):
+        return F.cross_entropy(output.movedim(-1, 1), y, reduction="none")
+
+    training = mg.Training(net, loss_fn, (x, y), optimizer=R.sgd(lr=0.5), batch_size=4, epochs=2)
+    weights = torch.ones(8, 3, requires_grad=True)
+    tokens = torch.autograd.grad(training(weights)(x).square().mean(), weights)[0]
+    examples = torch.ones(8, requires_grad=True)
+    rows = torch.autograd.grad(training(examples)(x).square().mean(), examples)[0]
+    torch.testing.assert_close(tokens.sum(1), rows, rtol=1e-12, atol=1e-14)
+
+
+def test_a_training_leaves_everything_as_it_was():
+    training = problem("batch norm")
+    net = training.model.module
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    random, weights = torch.get_rng_state(), torch.ones(14, requires_grad=True)
+    trained = training(weights)
+    loss = trained(torch.ones(2, 12)).sum()
+    net.eval()  # of no influence
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert not net.training
+    assert not trained.module().training
+    assert torch.equal(trained.module()(torch.ones(2, 12)).sum(), loss)
+
+
+def test_it_takes_the_steps_of_torch():
+    training = problem("batch norm", R.sgd(lr=0.1, momentum=0.9))
+    net = problem("batch norm").model.module
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, y = training.examples.tensors
+    for t in range(training.steps):
+        rows = training.step.stream.rows(t)
+        optimizer.zero_grad()
+        F.cross_entropy(net(x[rows]), y[rows]).backward()
+        optimizer.step()
+    trained = training().module()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(trained.state_dict()[name], value, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_single_precision_is_close_to_double(rule):
+    def gradient(dtype):
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(0)
+        net, x, y = mlp().to(dtype), torch.randn(14, 12).to(dtype), torch.randint(0, 3, (14,))
+        training = mg.Training(net, F.cross_entropy, (x, y), optimizer=RULES[rule](), batch_size=4, epochs=2)
+        weights = torch.ones(14, dtype=dtype, requires_grad=True)
+        return torch.autograd.grad(training(weights)(x).square().mean(), weights)[0].double()
+
+    single, double = gradient(torch.float32), gradient(torch.float64)
+    # Each of 8 steps adds some rounding errors of the size of the scores.
+    assert (single - double).norm() < 1e3 * torch.finfo(torch.float32).eps * double.norm()
+
+
+class Checkpointed(nn.Module):
+    """A model whose blocks run again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = mlp()
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.blocks, x, use_reentrant=False)
+
+
+def test_blocks_that_run_again_see_the_weights_of_their_step():
+    weights = torch.ones(14, requires_grad=True)
+    torch.manual_seed(0)
+    plain, wrapped = mlp(), Checkpointed()
+    wrapped.blocks.load_state_dict(plain.state_dict())
+    found = [torch.autograd.grad(metric(problem(net)(weights)), weights)[0] for net in (plain, wrapped)]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """A dataset that draws random numbers, from the global generator or from its own."""
+
+    def __init__(self, generator=None):
+        self.generator = generator
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return torch.randn(12, generator=self.generator) + i, i % 3
+
+
+def test_a_dataset_draws_the_same_examples_again():
+    training = mg.Training(mlp(), F.cross_entropy, Noisy(), optimizer=R.sgd(lr=0.1), batch_size=4, epochs=2)
+    weights = torch.ones(6, requires_grad=True)
+    found = [torch.autograd.grad(metric(training(weights, memory=m)), weights)[0] for m in ("full", "log")]
+    assert torch.equal(*found)
+    own = Noisy(torch.Generator().manual_seed(0))
+    training = mg.Training(mlp(), F.cross_entropy, own, optimizer=R.sgd(lr=0.1), batch_size=4, epochs=2)
+    with pytest.raises(RuntimeError, match="step 3 had the loss"):
+        metric(training(weights, memory="step")).backward()
+
+
+def test_data_that_changes_between_the_passes_is_an_error():
+    training = problem()
+    weights = torch.ones(14, requires_grad=True)
+    loss = metric(training(weights))
+    training.examples.tensors[0].add_(1)
+    with pytest.raises(RuntimeError, match=r"shape \(14, 12\) .* was modified in place"):
+        loss.backward()
+
+
+WRONG = {
+    "an iterator": ({"data": iter([])}, TypeError, "a loader cannot be used"),
+    "lengths": ({"data": (torch.zeros(3, 12), torch.zeros(2))}, ValueError, "same number of examples"),
+    "a sum": (
+        {"loss_fn": lambda o, y: F.cross_entropy(o, y, reduction="sum")},
+        ValueError,
+        "one loss for each of 4",
+    ),
+    "a penalty": (
+        {"loss_fn": lambda o, y: F.cross_entropy(o, y) + 1},
+        ValueError,
+        "A penalty on the parameters",
+    ),
+    "both": ({"epochs": 1, "steps": 2}, ValueError, "one of both"),
+    "no rule": ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, TypeError, "functional optimizer"),
+    "evaluation": ({"model": lambda: mlp().eval()}, ValueError, "evaluation mode"),
+    "batch norm": ({"model": MODELS["batch norm"], "micro_batch": 2}, ValueError, "Use GroupNorm"),
+    "class weights": (
+        {"loss_fn": lambda o, y: F.cross_entropy(o, y, weight=torch.ones(3)), "micro_batch": 2},
+        ValueError,
+        "class weights or ignored targets",
+    ),
+    "order": ({"order": torch.full((2, 2), 99), "epochs": None}, ValueError, "indices from 0 to 13"),
+    "shape": ({"weights": torch.ones(3)}, ValueError, "14"),
+    "params": ({"params": {}}, ValueError, "trained parameters"),
+    "a budget": ({"memory": 10}, ValueError, "less than one state"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_an_error_that_names_the_argument(name):
+    changes, error, message = WRONG[name]
+    torch.manual_seed(0)
+    given = {
+        "model": mlp,
+        "loss_fn": F.cross_entropy,
+        "data": (torch.randn(14, 12), torch.randint(0, 3, (14,))),
+        "optimizer": R.sgd(lr=0.1),
+        "batch_size": 4,
+        "epochs": 1,
+    }
+    calls = {key: changes[key] for key in ("weights", "params", "memory") if key in changes}
+    given.update({key: value for key, value in changes.items() if key not in calls})
+    with pytest.raises(error, match=r"Training\(") as raised:
+        mg.Training(given.pop("model")(), **given)(**calls)
+    assert message in str(raised.value)
