@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ class Training:
         optimizer: Rule | None = None,
         memory: Memory = "log",
         states: int | None = None,
+        offload: str | Path | None = None,
     ) -> Trained:
         r"""Train.
 
@@ -153,12 +155,16 @@ class Training:
             optimizer: Another functional optimizer.
             memory: Which states are stored for the backward pass.
             states: Number of states that are stored, in place of ``memory``.
+            offload: Where states are stored. ``"cpu"`` is pinned host memory, for a model on a GPU. A path is a
+                folder. If the program is interrupted, the same call resumes from the folder, to the same bits. It
+                also resumes the backward pass.
 
         Returns:
             The trained model.
 
         Raises:
-            ValueError: The shapes of the weights, the data or the parameters do not fit.
+            ValueError: The shapes of the weights, the data or the parameters do not fit. The folder belongs to
+                another training, or a file in it is damaged.
         """
         examples = self.examples if data is None else self._checked_data(data)
         own = self.model.params() if params is None else self._checked_params(params)
@@ -169,7 +175,7 @@ class Training:
         wanted = leaves.filled([t.requires_grad and torch.is_grad_enabled() for t in leaves.flat()])
         plan = self.plan(memory, states, params=own, optimizer=rule)
         full = memory == "full" and states is None
-        trajectory = Trajectory(self.step, inputs, leaves, wanted, own, None if full else plan)
+        trajectory = Trajectory(self.step, inputs, leaves, wanted, own, None if full else plan, offload)
         return Trained(self, trajectory)
 
     def plan(

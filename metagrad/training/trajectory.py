@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_determini
 from metagrad.autograd.unrolling.plan import Plan, Reversal
 from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.norms import every_order
-from metagrad.core.tree import Params, dissect
+from metagrad.core.tree import Params, dissect, tree_map
 from metagrad.training.reverse import Cotangents, Leaves, PartGraph, Pullback, StateCotangents
+from metagrad.training.states import FolderStates, PinnedStates, States, checksum
 from metagrad.training.step import Inputs, State, Step, variable
 
 MOST_DIFFERENTIABLE = 200
@@ -56,6 +58,7 @@ class Trajectory:
         wanted: For each of them, True if it is differentiated.
         params: Initial parameters.
         plan: Which states are kept. None keeps the graph of every step.
+        offload: Where states are kept: None for the memory of the model, ``"cpu"`` or a folder.
 
     Attributes:
         final: The state after the last step.
@@ -64,7 +67,14 @@ class Trajectory:
     """
 
     def __init__(
-        self, step: Step, inputs: Inputs, leaves: Leaves, wanted: Leaves, params: Params, plan: Plan | None
+        self,
+        step: Step,
+        inputs: Inputs,
+        leaves: Leaves,
+        wanted: Leaves,
+        params: Params,
+        plan: Plan | None,
+        offload: str | Path | None = None,
     ) -> None:
         self.step = step
         self.inputs = inputs
@@ -72,22 +82,38 @@ class Trajectory:
         self.wanted = wanted
         self.steps = step.stream.steps
         self.plan = plan or Plan(self.steps, max(self.steps, 1))
-        self.kept: dict[int, State] = {}
         self.graphs: dict[int, list[PartGraph]] = {}
         self.settings = Flags(), AutocastState()
         self.versions = [(t, t._version) for own in leaves[1:] for t in own]
         own = {name: p.detach().clone() for name, p in params.items()}
         with torch.no_grad():
-            self.kept[0] = State(own, inputs.rule.init(own), step.model.buffers())
+            first = State(own, inputs.rule.init(own), step.model.buffers())
+        self.kept = self._kept_at(offload, first)
         self._run(keep_graphs=plan is None)
 
+    def _kept_at(self, offload: str | Path | None, first: State) -> States | FolderStates:
+        """Return where states are kept, with the first state. A folder can have later states."""
+        if isinstance(offload, Path) or offload not in (None, "cpu"):
+            examples = self.inputs.examples
+            known = first, self.inputs.weights, examples.tensors, self.inputs.rule, tuple(self.plan)
+            stream = self.step.stream
+            order = [stream.rows(0), stream.rows(self.steps - 1)]
+            identity = checksum(
+                (known, type(self.inputs.rule), stream.seed, order, self.step.average, self.step.micro_batch)
+            )
+            return FolderStates(Path(offload), first, identity)
+        kept = States() if offload is None else PinnedStates(next(iter(first.params.values())).device)
+        kept[0] = first
+        return kept
+
     def _run(self, *, keep_graphs: bool) -> None:
-        state, kept, losses = self.kept[0], set(self.plan.kept_first()), list[Tensor]()
+        first, wanted, losses = max(self.kept), set(self.plan.kept_first()), self.kept.losses
+        state = self.kept[first]
         recorder = Pullback(self.step, self.inputs, self.leaves, self.wanted, 1) if keep_graphs else None
         random = RandomState()
         with self.step.model.training():
-            for t in range(self.steps):
-                if t in kept:
+            for t in range(first, self.steps):
+                if t in wanted:
                     self.kept[t] = state
                 if recorder is not None:
                     self.graphs[t] = [recorder.record(state, part) for part in self.step.parts(t)]
@@ -115,14 +141,24 @@ class Trajectory:
         pull = Pullback(self.step, self.inputs, self.leaves, wanted, count)
         after = after._replace(params=[c if c is None else pull.widened(c) for c in after.params])
         last, random = _norms(after.params), RandomState()
-        reversal = Reversal(self.plan, self.kept, self._replay)
+        saved = (
+            SavedSweep(self.kept, checksum((after, losses))) if isinstance(self.kept, FolderStates) else None
+        )
+        begin = self.steps
+        if saved is not None:
+            begin, after, pull.total = saved.load(begin, after, pull.total)
+        reversal = Reversal(self.plan, self.kept, self._replay, begin)
         with self.settings[0].restored(), self.settings[1].restored(), self.step.model.training():
             for t, state in reversal:
                 own = None if losses is None else losses[:, t]
                 after, loss = pull(state, t, after, own, self.graphs.pop(t, None))
                 self._compare(loss, t)
+                if saved is not None and t and t % saved.every == 0:
+                    saved.save(t, after, pull.total)
             params = pull.through_init(self.kept[0].params, after)
         random.restore()
+        if saved is not None:
+            saved.close()
         self.report.replays += reversal.replays
         self.report.states = max(self.report.states, reversal.most)
         self.report.growth = _growth(_norms(params), last)
@@ -178,6 +214,47 @@ class Trajectory:
                     f"Training(...): a tensor of shape {tuple(tensor.shape)} that the training reads was modified in "
                     "place after the forward pass. Call backward before an optimizer writes it, or train again."
                 )
+
+
+class SavedSweep:
+    """A backward pass that is saved in a folder, so that it can resume after an interruption.
+
+    Args:
+        states: The folder.
+        identity: Number that identifies the cotangents that it began with.
+    """
+
+    every = 100
+    """Steps between two savings."""
+
+    def __init__(self, states: FolderStates, identity: int) -> None:
+        self.states = states
+        self.identity = identity
+
+    def save(self, t: int, after: StateCotangents, total: Leaves) -> None:
+        """Save the cotangents of the state before step ``t`` and of the leaves."""
+        content = {"step": t, "after": list(after), "total": list(total), "sweep": self.identity}
+        self.states.write(self.states.reverse_path, content)
+
+    def load(self, begin: int, after: StateCotangents, total: Leaves) -> tuple[int, StateCotangents, Leaves]:
+        """Return what was saved of the same backward pass, or the arguments."""
+        if not self.states.reverse_path.exists():
+            return begin, after, total
+        content = self.states.read(self.states.reverse_path)
+        if content["sweep"] != self.identity:
+            return begin, after, total
+        begin = content["step"]
+        for t in [t for t in self.states if t >= begin and t]:
+            self.states.pop(t)
+        device = self.states.devices[0]
+        after, total = (
+            tree_map(lambda x: x if x is None else x.to(device), content[k]) for k in ("after", "total")
+        )
+        return begin, StateCotangents(*after), Leaves(*total)
+
+    def close(self) -> None:
+        """Remove the file at the end of the backward pass."""
+        self.states.reverse_path.unlink(missing_ok=True)
 
 
 def _norms(cotangents: Cotangents) -> Tensor:

@@ -10,7 +10,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Generic, NamedTuple, TypeVar
 
 from metagrad.core.budget import BudgetError
@@ -94,21 +94,29 @@ class Reversal(Generic[S]):
         kept: States by the number of their step, in increasing order, from the forward pass. A state is removed when
             it is no longer needed, except for the first one. A second reversal then repeats more steps.
         replay: ``replay(state, t) -> state`` takes step ``t`` again.
+        begin: The number of steps to visit, from the first. The default is all.
 
     Attributes:
         most: The maximum number of states that were kept at a time.
         replays: The number of repeated steps.
     """
 
-    def __init__(self, plan: Plan, kept: dict[int, S], replay: Callable[[S, int], S]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        kept: MutableMapping[int, S],
+        replay: Callable[[S, int], S],
+        begin: int | None = None,
+    ) -> None:
         self.plan = plan
+        self.begin = plan.steps if begin is None else begin
         self.kept = kept
         self.replay = replay
         self.most = len(kept)
         self.replays = 0
 
     def __iter__(self) -> Iterator[tuple[int, S]]:
-        for t in reversed(range(self.plan.steps)):
+        for t in reversed(range(self.begin)):
             yield t, self._state_before(t)
             if t:
                 self.kept.pop(t, None)
