@@ -155,7 +155,7 @@ class Training:
             optimizer: Another functional optimizer.
             memory: Which states are stored for the backward pass.
             states: Number of states that are stored, in place of ``memory``.
-            offload: Where states are stored. ``"cpu"`` is pinned host memory, for a model on a GPU. A path is a
+            offload: Place of the stored states. ``"cpu"`` is pinned host memory, for a model on a GPU. A path is a
                 folder. If the program is interrupted, the same call resumes from the folder, to the same bits. It
                 also resumes the backward pass.
 

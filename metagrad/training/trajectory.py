@@ -58,7 +58,7 @@ class Trajectory:
         wanted: For each of them, True if it is differentiated.
         params: Initial parameters.
         plan: Which states are kept. None keeps the graph of every step.
-        offload: Where states are kept: None for the memory of the model, ``"cpu"`` or a folder.
+        offload: Place of the states: None for the memory of the model, ``"cpu"`` or a folder.
 
     Attributes:
         final: The state after the last step.
@@ -224,7 +224,7 @@ class SavedSweep:
         identity: Number that identifies the cotangents that it began with.
     """
 
-    every = 100
+    every = 50
     """Steps between two savings."""
 
     def __init__(self, states: FolderStates, identity: int) -> None:
@@ -237,7 +237,7 @@ class SavedSweep:
         self.states.write(self.states.reverse_path, content)
 
     def load(self, begin: int, after: StateCotangents, total: Leaves) -> tuple[int, StateCotangents, Leaves]:
-        """Return what was saved of the same backward pass, or the arguments."""
+        """Return the saved values of the same backward pass, or the arguments."""
         if not self.states.reverse_path.exists():
             return begin, after, total
         content = self.states.read(self.states.reverse_path)
