@@ -1,6 +1,7 @@
 """Meta-learning and second-order optimization for PyTorch, with correct derivatives of every order."""
 
 from metagrad import (
+    attribution,
     autograd,
     curvature,
     distributed,
@@ -13,6 +14,7 @@ from metagrad import (
     tasks,
     training,
 )
+from metagrad.attribution import attribute
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
 from metagrad.hypergrad import bilevel, hypergradient
@@ -52,6 +54,8 @@ __all__ = [
     "ProtoNet",
     "Reptile",
     "Training",
+    "attribute",
+    "attribution",
     "autograd",
     "bilevel",
     "checkpoint",

@@ -11,6 +11,7 @@ AREAS = {  # markers for 1,000 sentences and the share of long sentences in %: t
     "metagrad": (0, 12),
     "tests": (13, 12),
     "experiments": (5, 12),
+    "metagrad/attribution": (5, 12),
     "metagrad/autograd": (5, 12),
     "metagrad/core": (0, 12),
     "metagrad/curvature": (5, 12),

@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from metagrad.core._torch import is_functorch_wrapped
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.tree import LossFn, Tree
 
@@ -93,7 +94,7 @@ class _Means(Dispatch):
         if target.is_floating_point():
             return terms
         kept = target != arguments["ignore_index"]
-        if weight is None and bool(kept.all()):
+        if weight is None and not is_functorch_wrapped(target) and bool(kept.all()):
             return terms
         if not self.whole:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -188,6 +189,15 @@ class Trajectory:
                 losses.append(loss)
         random.restore()
         return state, torch.stack(losses)
+
+    def states(self) -> Iterator[tuple[int, State]]:
+        """Run the training again, and yield the number of steps so far and the state, after every step."""
+        state, random = self.kept[0], RandomState()
+        for t in range(self.steps):
+            with self.step.model.training():
+                state = self._replay(state, t)
+            yield t + 1, state
+        random.restore()
 
     def _replay(self, state: State, t: int) -> State:
         state, loss = self.step.take(state, t, self.inputs)

@@ -1,0 +1,24 @@
+"""Data attribution: what each training example did to the trained model, and how well that predicts."""
+
+from metagrad.attribution.baselines import TRAK, TracIn
+from metagrad.attribution.evaluation import Evaluation, Smoothness, auc, lds, loo, metasmoothness, subsets
+from metagrad.attribution.retraining import Outcomes, retrain
+from metagrad.attribution.scores import Method, Replay, Scores, attribute
+
+__all__ = [
+    "TRAK",
+    "Evaluation",
+    "Method",
+    "Outcomes",
+    "Replay",
+    "Scores",
+    "Smoothness",
+    "TracIn",
+    "attribute",
+    "auc",
+    "lds",
+    "loo",
+    "metasmoothness",
+    "retrain",
+    "subsets",
+]

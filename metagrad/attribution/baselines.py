@@ -1,0 +1,105 @@
+"""Cheaper scores, which do not differentiate through the training."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from metagrad.attribution.gradients import Metrics, example_gradients, metric_gradients
+from metagrad.core._torch import linalg
+from metagrad.core.checks import check_count
+from metagrad.optim.hyperparameters import at_step
+from metagrad.training import Trained
+
+
+@dataclasses.dataclass(frozen=True)
+class TracIn:
+    r"""The product of the gradients of metrics and examples, summed over checkpoints of the training.
+
+    .. math:: -\sum_c \frac{T \eta_c}{C n} \langle \nabla m_j(\theta_c), \nabla \ell_i(\theta_c) \rangle
+
+    The checkpoints are evenly spaced, and the last one is the trained model. :math:`\eta_c` is the learning rate of
+    the functional optimizer if it is one number for each step, otherwise 1.
+
+    Attributes:
+        checkpoints: Number of checkpoints, C. With 1, this is the product of gradients of the trained model.
+
+    References:
+        Pruthi et al., "Estimating training data influence by tracing gradient descent", NeurIPS 2020, section 3.2.
+    """
+
+    checkpoints: int = 10
+
+    def scores(self, trained: Trained, metrics: Metrics) -> Tensor:
+        """Return the scores, ``[k, n]``."""
+        trajectory = trained.trajectory
+        steps = trajectory.steps
+        count = min(check_count("TracIn(checkpoints)", self.checkpoints), steps)
+        wanted = {round(steps * (c + 1) / count) for c in range(count)}
+        total: Tensor | float = 0.0
+        for t, state in trajectory.states():
+            if t in wanted:
+                rate = (
+                    _rate(trajectory.inputs.rule, t - 1)
+                    * steps
+                    / (len(wanted) * trained.training.num_examples)
+                )
+                own = metric_gradients(trained, state, metrics)
+                products = [own @ gradients.T for _, gradients in example_gradients(trained, state)]
+                total = total - rate * torch.cat(products, 1)
+        assert isinstance(total, Tensor)
+        return total
+
+
+def _rate(rule: object, step: int) -> float:
+    rate = at_step("lr", getattr(rule, "lr", 1.0), step)
+    return float(rate) if isinstance(rate, (int, float, Tensor)) else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TRAK:
+    r"""Influence functions of the linearized model, with randomly projected gradients.
+
+    .. math:: -P \nabla m_j \cdot \Big(\sum_i \frac{P \nabla \ell_i (P \nabla \ell_i)^\top}{(1 - p_i)^2} + \lambda I
+              \Big)^{-1} P \nabla \ell_i, \qquad p_i = e^{-\ell_i}
+
+    The losses are negative log-likelihoods of classes, such as cross-entropies.
+
+    Attributes:
+        dim: Dimension of the projection P.
+        damping: :math:`\lambda`, relative to the mean of the diagonal of the matrix.
+        seed: Seed of the projection.
+
+    References:
+        Park et al., "TRAK: Attributing model behavior at scale", ICML 2023, with one model.
+    """
+
+    dim: int = 1024
+    damping: float = 1e-6
+    seed: int = 0
+
+    def scores(self, trained: Trained, metrics: Metrics) -> Tensor:
+        """Return the scores, ``[k, n]``."""
+        state = trained.trajectory.final
+        own = self._projected(metric_gradients(trained, state, metrics))
+        rows, scales = list[Tensor](), list[Tensor]()
+        for losses, gradients in example_gradients(trained, state):
+            rows.append(self._projected(gradients))
+            scales.append(-torch.expm1(-losses.double()))
+        projected, scale = torch.cat(rows), torch.cat(scales).clamp(min=1e-6)
+        features = projected / scale.unsqueeze(1)
+        gram = features.T @ features
+        gram.diagonal().add_(self.damping * float(gram.diagonal().mean()))
+        solved: Tensor = linalg.solve(gram, own.T)
+        return -(projected @ solved).T.to(trained.weights.dtype)
+
+    def _projected(self, gradients: Tensor, block: int = 4096) -> Tensor:
+        """Multiply rows by a random matrix, which is made in blocks, in float64."""
+        total = gradients.new_zeros(len(gradients), self.dim, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(self.seed)
+        for part in torch.split(gradients, block, 1):
+            matrix = torch.randn(part.shape[1], self.dim, generator=generator) / self.dim**0.5
+            total += part @ matrix.to(part)
+        return total

@@ -1,0 +1,234 @@
+"""How well scores predict: against trainings that run again, each number with its interval."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from metagrad.attribution.gradients import Metrics
+from metagrad.attribution.retraining import Outcomes, retrain
+from metagrad.attribution.scores import Scores
+from metagrad.core.checks import check_count, check_number, refuse, warn
+from metagrad.training import Training
+
+_DRAWS = 1000  # of a bootstrap
+_FAR = 0.2
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Evaluation:
+    """A number between -1 and 1 with its interval of 95 %.
+
+    Attributes:
+        name: What is measured.
+        value: The number.
+        interval: Lower and upper bound.
+        note: What it was computed from.
+        outcomes: The trainings that ran again, for the evaluation of other scores, or None.
+    """
+
+    name: str
+    value: float
+    interval: tuple[float, float]
+    note: str
+    outcomes: Outcomes | None = None
+
+    def __repr__(self) -> str:
+        low, high = self.interval
+        return f"{self.name} = {self.value:.3f} [{low:.3f}, {high:.3f}] ({self.note})"
+
+
+def subsets(size: int, drop: float, count: int, seed: int = 0) -> Tensor:
+    """Return random weights 0 and 1, ``[count, size]``. Each row drops the same number of examples."""
+    check_count("subsets(size)", size)
+    if not 0 < drop < 1 or round(drop * size) < 1:
+        refuse(
+            "subsets(drop)", f"a share above 0 and below 1 that drops at least one of {size} examples", drop
+        )
+    generator = torch.Generator().manual_seed(seed)
+    masks = torch.ones(check_count("subsets(count)", count), size)
+    for mask in masks:
+        mask[torch.randperm(size, generator=generator)[: round(drop * size)]] = 0
+    return masks
+
+
+def lds(
+    training: Training,
+    scores: Scores,
+    metrics: Metrics,
+    *,
+    drop: float = 0.1,
+    subsets: int = 100,
+    seed: int = 0,
+    outcomes: Outcomes | None = None,
+) -> Evaluation:
+    """Return the linear datamodeling score: the rank correlation of predicted and retrained metrics over subsets.
+
+    Each subset drops a random share of the examples. Its training has the same order, initialization and random
+    numbers. The correlation is computed for each metric, and averaged. The interval is a bootstrap over subsets and
+    metrics.
+
+    Args:
+        training: The training.
+        scores: The scores. For large ``drop``, compute them at the mean of the subsets, with weights ``1 - drop``.
+        metrics: The function of :func:`metagrad.attribute`.
+        drop: Share of the examples that a subset drops.
+        subsets: Number of subsets.
+        seed: Seed of the subsets and of the bootstrap.
+        outcomes: Trainings that have run, from :func:`retrain` or from the ``outcomes`` of another evaluation.
+
+    References:
+        Park et al., "TRAK: Attributing model behavior at scale", ICML 2023, definition 2.2.
+    """
+    if outcomes is None:
+        outcomes = retrain(training, _subsets(training.num_examples, drop, subsets, seed), metrics)
+    distance = float((outcomes.weights.mean(0) - scores.at).mean().abs())
+    if distance > _FAR:
+        warn(
+            f"lds(scores): the mean weight of the subsets is {distance:.2g} from the weights of the scores. Compute "
+            "the scores at the mean: attribute(training(torch.full((n,), 1 - drop)), metrics)."
+        )
+    predicted, actual = scores.predict(outcomes.weights).double(), outcomes.metrics.double()
+    value = float(_correlation(_ranks(predicted), _ranks(actual)).mean())
+    interval = _bootstrap(predicted, actual, seed)
+    return Evaluation("lds", value, interval, f"{len(outcomes.weights)} subsets", outcomes)
+
+
+_subsets = subsets
+
+
+def loo(
+    training: Training, scores: Scores, metrics: Metrics, examples: Tensor, *, seed: int = 0
+) -> Evaluation:
+    """Return the rank correlation of scores with the effect of leaving out one example at a time.
+
+    An effect can be as small as 1e-5 of a metric, so train in float64. The interval is a bootstrap over examples and
+    metrics.
+
+    Args:
+        training: The training.
+        scores: The scores.
+        metrics: The function of :func:`metagrad.attribute`.
+        examples: Indices of the examples to leave out, at least three.
+        seed: Seed of the bootstrap.
+    """
+    if examples.ndim != 1 or len(examples) < 3:
+        refuse("loo(examples)", "at least three indices", tuple(examples.shape))
+    weights = scores.at.repeat(len(examples), 1)
+    weights[torch.arange(len(examples)), examples] = 0
+    outcomes = retrain(training, weights, metrics)
+    predicted, actual = scores.predict(outcomes.weights).double(), outcomes.metrics.double()
+    value = float(_correlation(_ranks(predicted), _ranks(actual)).mean())
+    return Evaluation(
+        "loo", value, _bootstrap(predicted, actual, seed), f"{len(examples)} examples", outcomes
+    )
+
+
+def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
+    """Return the probability that a wrong example has a higher score than a correct one. Ties count half.
+
+    Args:
+        scores: A score for each example, ``[n]``, such as ``Scores.values.mean(0)`` of validation losses.
+        wrong: True for each wrong example, ``[n]``.
+
+    References:
+        Hanley, McNeil, "The meaning and use of the area under a ROC curve", Radiology 143(1), 1982.
+    """
+    num_wrong, num_right = int(wrong.sum()), int((~wrong).sum())
+    if scores.shape != wrong.shape or scores.ndim != 1 or not num_wrong or not num_right:
+        refuse("auc(scores, wrong)", "two vectors of one length, with wrong and correct examples", wrong)
+    ranks = _ranks(scores.double().unsqueeze(1))[:, 0]
+    value = (float(ranks[wrong].sum()) - num_wrong * (num_wrong - 1) / 2) / (num_wrong * num_right)
+    q1, q2 = value / (2 - value), 2 * value**2 / (1 + value)
+    variance = value * (1 - value) + (num_wrong - 1) * (q1 - value**2) + (num_right - 1) * (q2 - value**2)
+    error = 1.96 * math.sqrt(max(variance, 0.0) / (num_wrong * num_right))
+    interval = max(value - error, 0.0), min(value + error, 1.0)
+    return Evaluation("auc", value, interval, f"{num_wrong} of {len(wrong)} wrong")
+
+
+@dataclasses.dataclass(frozen=True)
+class Smoothness:
+    """Whether a derivative of a training predicts what a finite change does.
+
+    Attributes:
+        value: Metasmoothness, from -1 to 1. Near 1, the trained parameters move on along a direction.
+        slope_error: Relative error of the predicted change of the metrics along the direction, or None without
+            scores. It orders trainings better than metasmoothness does.
+        movement: Norm of the first change of the parameters, relative to their norm.
+    """
+
+    value: float
+    slope_error: float | None
+    movement: float
+
+
+def metasmoothness(
+    training: Training, metrics: Metrics, scores: Scores | None = None, *, h: float = 0.1, seed: int = 0
+) -> Smoothness:
+    r"""Return how smoothly a training depends on the weights of its examples, along one random direction.
+
+    Three trainings at :math:`w, w + h v, w + 2 h v` give two changes of the parameters. Metasmoothness is the sign
+    agreement of their entries, weighted by the first change. Entries of v are :math:`\pm 1`.
+
+    Args:
+        training: The training.
+        metrics: The function of :func:`metagrad.attribute`.
+        scores: Scores, to compute the slope error. The trainings begin at their weights.
+        h: Length of a change of each weight.
+        seed: Seed of the direction.
+
+    References:
+        Engstrom et al., "Optimizing ML training with metagradient descent", arXiv:2503.13751, definition 2.
+    """
+    check_number("metasmoothness(h)", h, 0.0)
+    generator = torch.Generator().manual_seed(seed)
+    direction = torch.randint(0, 2, (training.num_examples,), generator=generator).double() * 2 - 1
+    at = torch.ones_like(direction) if scores is None else scores.at.double()
+    weights = torch.stack([at + i * h * direction for i in range(3)])
+    outcomes = retrain(training, weights, metrics, keep=True)
+    assert outcomes.params is not None
+    flat = torch.cat([p.double().flatten(1) for p in outcomes.params.values()], 1)
+    first, second = flat[1] - flat[0], flat[2] - flat[1]
+    agreement = (first.sign() * second.sign() * first.abs()).sum() / first.abs().sum().clamp(min=1e-300)
+    error = None
+    if scores is not None:
+        actual = (outcomes.metrics[1] - outcomes.metrics[0]).double()
+        predicted = h * scores.values.double() @ direction
+        error = float(_norm(predicted - actual) / _norm(actual).clamp(min=1e-300))
+    return Smoothness(float(agreement), error, float(_norm(first) / _norm(flat[0])))
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Return the ranks of ``[..., m, k]`` along m, from 0. Ties get their mean rank."""
+    columns = values.transpose(-1, -2).contiguous()
+    ordered = columns.sort(-1).values
+    left = torch.searchsorted(ordered, columns)
+    right = torch.searchsorted(ordered, columns, right=True)
+    return ((left + right - 1).double() / 2).transpose(-1, -2)
+
+
+def _norm(values: Tensor, dim: int | None = None) -> Tensor:
+    return values.square().sum(dim).sqrt()
+
+
+def _correlation(a: Tensor, b: Tensor) -> Tensor:
+    """Return the correlation of ``[..., m, k]`` along m. It is 0 if one of both is constant."""
+    a, b = a - a.mean(-2, keepdim=True), b - b.mean(-2, keepdim=True)
+    return (a * b).sum(-2) / (_norm(a, -2) * _norm(b, -2)).clamp(min=1e-12)
+
+
+def _bootstrap(predicted: Tensor, actual: Tensor, seed: int) -> tuple[float, float]:
+    """Return the interval of the mean rank correlation, over random rows and metrics."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = predicted.shape
+    means: list[Tensor] = []
+    for _ in range(_DRAWS):
+        i = torch.randint(rows, (rows,), generator=generator)
+        j = torch.randint(columns, (columns,), generator=generator)
+        drawn = [_ranks(values[i][:, j]) for values in (predicted, actual)]
+        means.append(_correlation(*drawn).mean())
+    ordered = torch.stack(means).sort().values
+    return float(ordered[round(0.025 * _DRAWS)]), float(ordered[round(0.975 * _DRAWS) - 1])

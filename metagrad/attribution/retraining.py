@@ -1,0 +1,151 @@
+"""Many trainings with different weights of the examples, as one training of stacked parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.attribution.gradients import Metrics
+from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.core.capture import RandomState
+from metagrad.core.checks import check_type, refuse, warn
+from metagrad.core.tree import Params, dissect, tree_map
+from metagrad.optim.rule import with_batch_ndim
+from metagrad.training import Training
+from metagrad.training.step import Part, State
+from metagrad.training.stream import seed_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """The metrics of trainings with different weights of the examples.
+
+    Attributes:
+        weights: Weights of each training, ``[m, n]``.
+        metrics: Metrics of each trained model, ``[m, k]``.
+        params: Trained parameters, ``[m, ...]`` each, or None if they were not kept.
+    """
+
+    weights: Tensor
+    metrics: Tensor
+    params: Params | None = None
+
+
+def retrain(
+    training: Training, weights: Tensor, metrics: Metrics, *, chunk: Bytes = "256MiB", keep: bool = False
+) -> Outcomes:
+    """Train once for each row of weights, with the same order, initialization and random numbers.
+
+    The models are trained together: the forward pass is vectorized over stacked parameters, and the mini-batches are
+    shared. A model that :func:`torch.func.vmap` does not support is trained once for each row, with a warning.
+
+    Args:
+        training: The training.
+        weights: Weights of the examples, ``[m, n]``.
+        metrics: ``metrics(model)`` calls a trained model and returns ``[k]``.
+        chunk: Maximum bytes of the states that are trained together.
+        keep: True to return the trained parameters.
+
+    Raises:
+        ValueError: The weights are no matrix with a column for each example.
+    """
+    check_type("retrain(weights)", weights, Tensor)
+    if weights.ndim != 2 or weights.shape[1] != training.num_examples:
+        refuse("retrain(weights)", f"shape [m, {training.num_examples}]", tuple(weights.shape))
+    weights = weights.to(next(iter(training.model.params().values())))
+    size = checked_bytes("retrain(...)", "chunk", chunk)
+    states: list[State] = []
+    for rows in torch.split(weights, max(1, size // _state_bytes(training))):
+        states += _trained(training, rows)
+    with torch.no_grad():
+        found = [metrics(training.model.bound(state.params, state.buffers)) for state in states]
+    params = {name: torch.stack([state.params[name] for state in states]) for name in states[0].params}
+    return Outcomes(weights, torch.stack(found), params if keep else None)
+
+
+def _state_bytes(training: Training) -> int:
+    params = training.model.params()
+    with torch.no_grad():
+        return sum(t.nbytes for t in dissect((params, training.optimizer.init(params), params))[0])
+
+
+def _trained(training: Training, weights: Tensor) -> list[State]:
+    """Return the final state of the training for each row of weights."""
+    try:
+        return _unstacked(_trained_together(training, weights), len(weights))
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+    states = [
+        training(row).trajectory.final for row in weights.detach()
+    ]  # it raises an error of the training
+    warn(
+        f"retrain(training): vmap does not support the model, so the trainings ran in turn. Its error was: {reason}"
+    )
+    return states
+
+
+def _trained_together(training: Training, weights: Tensor) -> State:
+    """Return the final states, stacked."""
+    count = len(weights)
+    rule = with_batch_ndim(training.optimizer, 1)
+    with torch.no_grad():
+        params = {name: _stacked(p, count) for name, p in training.model.params().items()}
+        buffers = {name: _stacked(b, count) for name, b in training.model.buffers().items()}
+        state = State(params, rule.init(params), buffers)
+    random = RandomState()
+    with training.model.training():
+        for t in range(training.steps):
+            grads, buffers = _gradient(training, state, weights, t)
+            with torch.no_grad():
+                params, optimizer = rule.update(grads, state.optimizer, state.params)
+            state = State(params, optimizer, buffers)
+    random.restore()
+    return state
+
+
+def _gradient(training: Training, state: State, weights: Tensor, t: int) -> tuple[Params, Params]:
+    """Return the stacked gradients of step ``t``, and the stacked buffers after it."""
+    step = training.step
+    params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
+    buffers = state.buffers
+    total: list[Tensor] | None = None
+    for part in step.parts(t):
+        whole = weights[:, step.stream.rows(t)]
+        seed_step(step.stream.seed, part.t, part.number)
+        batch = training.examples.batch(part.rows)
+
+        def loss(
+            params: Params, buffers: Params, own: Tensor, whole: Tensor, batch: Any = batch, part: Part = part
+        ) -> tuple[Tensor, Params]:
+            buffers = {name: b.clone() for name, b in buffers.items()}
+            with step.model.holding(params, buffers):
+                return step.loss(own, step.divisor(whole), batch, part), buffers
+
+        stacked = torch.func.vmap(loss, randomness="same")
+        with torch.enable_grad():
+            losses, buffers = stacked(params, buffers, weights[:, part.rows], whole)
+            found = torch.autograd.grad(
+                losses.sum(), list(params.values()), allow_unused=True, materialize_grads=True
+            )
+        total = list(found) if total is None else [a + b for a, b in zip(total, found, strict=True)]
+    assert total is not None
+    return dict(zip(params, total, strict=True)), {name: b.detach() for name, b in buffers.items()}
+
+
+def _stacked(tensor: Tensor, count: int) -> Tensor:
+    return tensor.detach().expand(count, *tensor.shape).clone()
+
+
+def _unstacked(state: State, count: int) -> list[State]:
+    return [
+        State(
+            *(
+                tree_map(lambda t, i=i: t[i] if isinstance(t, Tensor) and t.ndim else t, part)
+                for part in state
+            )
+        )
+        for i in range(count)
+    ]

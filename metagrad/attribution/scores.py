@@ -1,0 +1,136 @@
+"""Scores: the derivative of metrics of a trained model with respect to the weight of each training example."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from metagrad.attribution.gradients import Metrics
+from metagrad.core.checks import check_count, check_type, refuse
+from metagrad.training import Trained
+
+UNSTABLE = 1e6
+"""Growth of cotangents above which float32 scores are rounding errors."""
+
+
+class Method(Protocol):
+    """A way to compute scores: :class:`Replay`, :class:`TracIn` or :class:`TRAK`."""
+
+    def scores(self, trained: Trained, metrics: Metrics) -> Tensor:
+        """Return one row for each metric, in the shape of the weights, ``[k, n]``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Scores:
+    """The derivative of each metric with respect to the weight of each training example.
+
+    Nothing is flipped: dropping example ``i`` changes metric ``j`` by about ``-values[j, i]``. If the metrics are
+    losses, a helpful example has a negative score.
+
+    Attributes:
+        values: Scores, ``[k, n]``. With weights of tokens, ``[k, n, length]``.
+        at: Weights of the training, ``[n]`` or ``[n, length]``.
+        metrics: Metrics of the trained model, ``[k]``.
+        method: The method.
+        growth: Growth of the cotangents along the training, or None. Above 1e6, float32 scores are rounding errors.
+    """
+
+    values: Tensor
+    at: Tensor
+    metrics: Tensor
+    method: Method
+    growth: float | None = None
+
+    def predict(self, weights: Tensor) -> Tensor:
+        """Predict the metrics of trainings with other weights.
+
+        Args:
+            weights: Weights ``[n]``, or ``[m, n]`` for several trainings.
+
+        Returns:
+            Metrics ``[k]`` or ``[m, k]``, the linear extrapolation from the weights of the training.
+        """
+        change = (weights.to(self.values) - self.at).flatten(weights.ndim - self.at.ndim)
+        return self.metrics + change @ self.values.flatten(1).T
+
+    def helpful(self, count: int) -> Tensor:
+        """Return the examples that reduce each metric the most, ``[k, count]``, the most helpful first."""
+        return self._extreme(count, largest=False)
+
+    def harmful(self, count: int) -> Tensor:
+        """Return the examples that increase each metric the most, ``[k, count]``, the most harmful first."""
+        return self._extreme(count, largest=True)
+
+    def _extreme(self, count: int, *, largest: bool) -> Tensor:
+        check_count("Scores.helpful(count)", count)
+        totals = self.values.flatten(2).sum(2) if self.values.ndim > 2 else self.values
+        return totals.topk(min(count, totals.shape[1]), largest=largest).indices
+
+    def __repr__(self) -> str:
+        grown = "" if self.growth is None else f", cotangents grew {self.growth:.2g} times"
+        unsure = self.growth is not None and self.growth > UNSTABLE and self.values.dtype != torch.float64
+        warning = ". They are rounding errors, train in float64" if unsure else ""
+        k, n = self.values.shape[:2]
+        return f"Scores of {n} examples for {k} metrics by {self.method}{grown}{warning}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """The exact derivative through the training, for all metrics in one reverse sweep.
+
+    Attributes:
+        chunk: Maximum number of metrics in a sweep. Every further sweep repeats the training. None takes all at once.
+
+    References:
+        Ilyas, Engstrom, "MAGIC: Near-optimal data attribution for deep learning", arXiv:2504.16430.
+    """
+
+    chunk: int | None = None
+
+    def scores(self, trained: Trained, metrics: Metrics) -> Tensor:
+        """Return the derivative of each metric, ``[k, n]``."""
+        return trained.jacobian(metrics, "weights", chunk=self.chunk)[1][0]
+
+
+def attribute(trained: Trained, metrics: Metrics, method: Method | None = None) -> Scores:
+    """Return how each training example influences metrics of a trained model.
+
+    Args:
+        trained: The result of a :class:`metagrad.Training`.
+        metrics: ``metrics(model)`` calls the trained model and returns ``[k]``. An example is the loss of each test
+            example.
+        method: The method. The default is :class:`Replay`, the exact derivative through the training.
+
+    Returns:
+        Scores ``[k, n]``.
+
+    Raises:
+        TypeError: ``trained`` is no :class:`metagrad.training.Trained`.
+        ValueError: The metrics are no 1-d tensor.
+
+    Example:
+        >>> x, y = torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [3.0]])
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> training = metagrad.Training(
+        ...     model, torch.nn.functional.mse_loss, (x, y), optimizer=metagrad.optim.rules.sgd(lr=0.5),
+        ...     batch_size=2, steps=1
+        ... )
+        >>> metagrad.attribute(training(), lambda model: model(torch.ones(1, 1))[:, 0]).values.tolist()
+        [[0.5, 1.5]]
+    """
+    check_type("attribute(trained)", trained, Trained)
+    method = Replay() if method is None else method
+    if not hasattr(method, "scores"):
+        refuse("attribute(method)", "a method such as metagrad.attribution.TracIn()", method, TypeError)
+    with torch.no_grad():
+        values = metrics(trained)
+    if values.ndim != 1:
+        refuse("attribute(metrics)", "a 1-d tensor with one number for each metric", tuple(values.shape))
+    scores = method.scores(trained, metrics)
+    growth = trained.report.growth if isinstance(method, Replay) else None
+    return Scores(scores, trained.weights.detach(), values.detach(), method, growth)

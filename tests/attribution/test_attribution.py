@@ -1,0 +1,262 @@
+"""Scores against closed forms, and evaluations against what they must be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.attribution import TRAK, Evaluation, TracIn, auc, lds, loo, metasmoothness, retrain, subsets
+
+R = mg.optim.rules
+
+
+@pytest.fixture(autouse=True)
+def _doubles():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def classifier(model=None, rule=None, n=20, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3)) if model is None else model()
+    x, y = torch.randn(n, 4), torch.randint(0, 3, (n,))
+    rule = R.sgd(lr=0.1, momentum=0.9) if rule is None else rule
+    return mg.Training(
+        net, F.cross_entropy, (x, y), optimizer=rule, **{"batch_size": 5, "epochs": 2, **options}
+    )
+
+
+def test_losses(net):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(6, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+    return F.cross_entropy(net(x), y, reduction="none")
+
+
+test_losses.__test__ = False
+
+
+def test_scores_predict_linearly_and_rank_examples():
+    training = classifier()
+    scores = mg.attribute(training(), test_losses)
+    assert scores.values.shape == (6, 20)
+    torch.testing.assert_close(scores.metrics, test_losses(training()).detach())
+    mask = torch.ones(20)
+    mask[3] = 0
+    torch.testing.assert_close(scores.predict(mask), scores.metrics - scores.values[:, 3])
+    torch.testing.assert_close(scores.predict(torch.stack([mask, mask]))[1], scores.predict(mask))
+    best, worst = scores.helpful(2)[0], scores.harmful(2)[0]
+    assert scores.values[0, best[0]] == scores.values[0].min()
+    assert scores.values[0, worst[0]] == scores.values[0].max()
+    assert "Scores of 20 examples for 6 metrics by Replay" in repr(scores)
+
+
+MODELS = {
+    "linear": lambda: nn.Linear(4, 3),
+    "dropout": lambda: nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Dropout(0.3), nn.Linear(6, 3)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 3)),
+}
+RULES = {
+    "sgd": lambda: R.sgd(lr=0.1, momentum=0.9),
+    "clip and adamw": lambda: R.chain(R.clip_by_norm(0.5), R.adamw(lr=0.01)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", [{}, {"average": "weights"}, {"micro_batch": 2}])
+def test_retraining_together_is_training_one_by_one(model, rule, options):
+    if model == "batch norm" and "micro_batch" in options:
+        pytest.skip("statistics need whole batches")
+    training = classifier(MODELS[model], RULES[rule](), **options)
+    weights = torch.rand(3, 20)
+    random = torch.get_rng_state()
+    outcomes = retrain(training, weights, test_losses, chunk=1, keep=True)  # one model at a time
+    together = retrain(training, weights, test_losses, keep=True)
+    assert torch.equal(torch.get_rng_state(), random)
+    for i, row in enumerate(weights):
+        trained = training(row)
+        for found in (outcomes, together):
+            torch.testing.assert_close(
+                found.metrics[i], test_losses(trained).detach(), rtol=1e-11, atol=1e-12
+            )
+            for name, p in trained.params.items():
+                torch.testing.assert_close(found.params[name][i], p.detach(), rtol=1e-11, atol=1e-12)
+
+
+class Branching(nn.Module):
+    """A model that vmap does not support."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        output = self.linear(x)
+        return output if float(output.sum()) > 0 else 2 * output
+
+
+def test_a_model_that_vmap_does_not_support_is_trained_in_turn():
+    training = classifier(Branching)
+    weights = torch.rand(2, 20)
+    with pytest.warns(UserWarning, match="vmap does not support the model"):
+        outcomes = retrain(training, weights, test_losses)
+    torch.testing.assert_close(outcomes.metrics[1], test_losses(training(weights[1])).detach())
+
+
+def ridge(n=40):
+    """Linear regression by full batches to convergence: with weights that average, it depends on them smoothly."""
+    torch.manual_seed(0)
+    x = torch.randn(n, 3)
+    y = x @ torch.tensor([[1.0], [2.0], [-1.0]]) + 0.1 * torch.randn(n, 1)
+    model, rule = nn.Linear(3, 1, bias=False), R.sgd(lr=0.1, weight_decay=0.1)
+    return mg.Training(model, F.mse_loss, (x, y), optimizer=rule, batch_size=n, steps=300)
+
+
+def predictions(net):
+    return net(torch.eye(3))[:, 0]
+
+
+def test_scores_of_a_converged_ridge_regression_are_its_influence_function():
+    training = ridge()
+    scores = mg.attribute(training(), predictions).values
+    (x, y), n = training.examples.tensors, training.num_examples
+    hessian = 2 * x.T @ x / n + 0.1 * torch.eye(3)
+    minimum = torch.linalg.solve(hessian, 2 * x.T @ y / n)
+    gradients = 2 * (x @ minimum - y) * x / n
+    torch.testing.assert_close(scores, -torch.linalg.solve(hessian, gradients.T), rtol=1e-8, atol=1e-10)
+
+
+def test_evaluations_of_a_smooth_training_are_nearly_one():
+    training = ridge()
+    scores = mg.attribute(training(), predictions)
+    # The influence function of ridge regression is exact to second order in the share of dropped weights.
+    found = lds(training, scores, predictions, drop=0.025, subsets=40)
+    assert found.value > 0.98
+    assert found.interval[0] > 0.95
+    assert repr(found).startswith(f"lds = {found.value:.3f} [")
+    assert loo(training, scores, predictions, torch.arange(20)).value > 0.98
+    smooth = metasmoothness(training, predictions, scores, h=1e-4)
+    assert smooth.value > 0.999
+    assert smooth.slope_error < 1e-2
+    again = lds(training, scores, predictions, outcomes=found.outcomes)
+    assert again.value == found.value
+
+
+def test_shuffled_scores_have_a_score_around_zero():
+    training = ridge()
+    scores = mg.attribute(training(), predictions)
+    outcomes = retrain(training, subsets(40, 0.1, 40), predictions)
+    covered = 0
+    for seed in range(20):
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))
+        low, high = lds(
+            training, _with(scores, scores.values[:, order]), predictions, outcomes=outcomes
+        ).interval
+        covered += low <= 0.25 and high >= -0.25  # three metrics of one permutation are correlated
+    assert covered >= 18
+
+
+def _with(scores, values):
+    return type(scores)(values, scores.at, scores.metrics, scores.method)
+
+
+def test_lds_warns_if_the_scores_are_far_from_the_subsets():
+    training = ridge()
+    scores = mg.attribute(training(), predictions)
+    with pytest.warns(UserWarning, match="from the weights of the scores"):
+        lds(training, scores, predictions, drop=0.5, subsets=4)
+    half = mg.attribute(training(torch.full((40,), 0.5)), predictions)
+    lds(training, half, predictions, drop=0.5, subsets=4)
+
+
+def test_auc_counts_pairs_and_halves_ties():
+    scores = torch.tensor([3.0, 1.0, 2.0, 2.0, 0.0])
+    wrong = torch.tensor([True, False, True, False, False])
+    pairs = [(a > b) + 0.5 * (a == b) for a in scores[wrong] for b in scores[~wrong]]
+    found = auc(scores, wrong)
+    assert found.value == pytest.approx(sum(map(float, pairs)) / 6)
+    assert found.interval[0] < found.value <= found.interval[1]
+    perfect = auc(torch.arange(10.0), torch.arange(10) > 6)
+    assert perfect.value == 1
+    assert isinstance(perfect, Evaluation)
+
+
+def test_tracin_is_its_formula():
+    training = classifier(n=8, batch_size=8, epochs=4, rule=R.sgd(lr=[0.1, 0.2, 0.3, 0.4]))
+    trained = training()
+    scores = mg.attribute(trained, test_losses, TracIn(checkpoints=2)).values
+    x, y = training.examples.tensors
+    params, expected = {k: p.detach() for k, p in training.model.params().items()}, 0.0
+    for t, rate in enumerate([0.1, 0.2, 0.3, 0.4]):
+
+        def losses(params, x=x, y=y):
+            return F.cross_entropy(
+                torch.func.functional_call(training.model.module, params, (x,)), y, reduction="none"
+            )
+
+        grads = torch.func.grad(lambda p: losses(p).mean())(params)
+        params = {k: p - rate * grads[k] for k, p in params.items()}
+        if t in (1, 3):
+            metric = torch.func.jacrev(
+                lambda p: test_losses(lambda x: torch.func.functional_call(training.model.module, p, (x,)))
+            )
+            rows, own = (
+                torch.cat([j.flatten(1) for j in f.values()], 1)
+                for f in (metric(params), torch.func.jacrev(losses)(params))
+            )
+            expected = expected - rate * 4 / (2 * 8) * rows @ own.T
+    torch.testing.assert_close(scores, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_trak_without_projection_is_the_influence_of_the_linearized_model():
+    training = classifier(model=lambda: nn.Linear(4, 3, bias=False), n=30)
+    trained = training()
+    x, y = training.examples.tensors
+    weight = trained.params["weight"].detach()
+
+    def losses(w, x, y):
+        return F.cross_entropy(x @ w.T, y, reduction="none")
+
+    own = torch.func.jacrev(losses)(weight, x, y).flatten(1)
+    scale = 1 - torch.exp(-losses(weight, x, y))
+    metric = torch.func.jacrev(lambda w: test_losses(lambda x: x @ w.T))(weight).flatten(1)
+    features = own / scale[:, None]
+    # A projection to more dimensions than there are parameters does not change the scores up to damping: the
+    # pseudo-inverse of P A P^T is that of A between the spans.
+    expected = -metric @ torch.linalg.pinv(features.T @ features) @ own.T
+    found = mg.attribute(trained, test_losses, TRAK(dim=12, damping=1e-14)).values
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+WRONG = {
+    "no training": (lambda: mg.attribute(nn.Linear(4, 3), test_losses), TypeError, "attribute(trained)"),
+    "a scalar": (
+        lambda: mg.attribute(classifier()(), lambda net: test_losses(net).mean()),
+        ValueError,
+        "1-d tensor",
+    ),
+    "weights": (lambda: retrain(classifier(), torch.ones(20), test_losses), ValueError, "[m, 20]"),
+    "drop": (lambda: subsets(10, 0.01, 3), ValueError, "at least one of 10"),
+    "no wrong": (
+        lambda: auc(torch.ones(3), torch.zeros(3, dtype=torch.bool)),
+        ValueError,
+        "auc(scores, wrong)",
+    ),
+    "no method": (
+        lambda: mg.attribute(classifier()(), test_losses, "tracin"),
+        TypeError,
+        "attribute(method)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_an_error_that_names_the_argument(name):
+    call, error, message = WRONG[name]
+    with pytest.raises(error) as raised:
+        call()
+    assert message in str(raised.value)
