@@ -21,7 +21,7 @@ class TracIn:
     .. math:: -\sum_c \frac{T \eta_c}{C n} \langle \nabla m_j(\theta_c), \nabla \ell_i(\theta_c) \rangle
 
     The checkpoints are evenly spaced, and the last one is the trained model. :math:`\eta_c` is the learning rate of
-    the functional optimizer if it is one number for each step, otherwise 1.
+    the functional optimizer if it is a number for each step, and 1 in other cases.
 
     Attributes:
         checkpoints: Number of checkpoints, C. With 1, this is the product of gradients of the trained model.

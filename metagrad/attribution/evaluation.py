@@ -23,10 +23,10 @@ class Evaluation:
     """A number between -1 and 1 with its interval of 95 %.
 
     Attributes:
-        name: What is measured.
+        name: Name of the measurement.
         value: The number.
         interval: Lower and upper bound.
-        note: What it was computed from.
+        note: Size of the sample.
         outcomes: The trainings that ran again, for the evaluation of other scores, or None.
     """
 
