@@ -21,7 +21,8 @@ class TracIn:
     .. math:: -\sum_c \frac{T \eta_c}{C n} \langle \nabla m_j(\theta_c), \nabla \ell_i(\theta_c) \rangle
 
     The checkpoints are evenly spaced, and the last one is the trained model. :math:`\eta_c` is the learning rate of
-    the functional optimizer if it is a number for each step, and 1 in other cases.
+    the functional optimizer if it is a number for each step, and 1 in other cases. It is a method of
+    :func:`~metagrad.attribution.attribute`.
 
     Attributes:
         checkpoints: Number of checkpoints, C. With 1, this is the product of gradients of the trained model.
@@ -65,7 +66,8 @@ class TRAK:
     .. math:: -P \nabla m_j \cdot \Big(\sum_i \frac{P \nabla \ell_i (P \nabla \ell_i)^\top}{(1 - p_i)^2} + \lambda I
               \Big)^{-1} P \nabla \ell_i, \qquad p_i = e^{-\ell_i}
 
-    The losses are negative log-likelihoods of classes, such as cross-entropies.
+    The losses are negative log-likelihoods of classes, such as cross-entropies. It is a method of
+    :func:`~metagrad.attribution.attribute`.
 
     Attributes:
         dim: Dimension of the projection P.

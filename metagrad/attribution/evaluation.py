@@ -20,7 +20,7 @@ _FAR = 0.2
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Evaluation:
-    """A number between -1 and 1 with its interval of 95 %.
+    """A number between -1 and 1 with its interval of 95 %. :func:`lds` returns one.
 
     Attributes:
         name: Name of the measurement.
@@ -42,7 +42,21 @@ class Evaluation:
 
 
 def subsets(size: int, drop: float, count: int, seed: int = 0) -> Tensor:
-    """Return random weights 0 and 1, ``[count, size]``. Each row drops the same number of examples."""
+    """Return random weights 0 and 1, ``[count, size]``. Each row drops the same number of examples.
+
+    Args:
+        size: Number of examples.
+        drop: Share of the examples that a row drops.
+        count: Number of rows.
+        seed: Seed.
+
+    Raises:
+        ValueError: A row would drop no example or all examples.
+
+    Example:
+        >>> metagrad.attribution.subsets(10, drop=0.3, count=2).sum(1)
+        tensor([7., 7.])
+    """
     check_count("subsets(size)", size)
     if not 0 < drop < 1 or round(drop * size) < 1:
         refuse(
@@ -80,6 +94,17 @@ def lds(
         seed: Seed of the subsets and of the bootstrap.
         outcomes: Trainings that have run, from :func:`retrain` or from the ``outcomes`` of another evaluation.
 
+    Example:
+        >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+        >>> training = metagrad.Training(
+        ...     torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, (x, 2 * x),
+        ...     optimizer=metagrad.optim.rules.sgd(lr=0.1), batch_size=8, steps=3
+        ... )
+        >>> metrics = lambda model: model(x[:2])[:, 0]
+        >>> scores = metagrad.attribute(training(), metrics)
+        >>> metagrad.attribution.lds(training, scores, metrics, drop=0.125, subsets=10).value > 0.9
+        True
+
     References:
         Park et al., "TRAK: Attributing model behavior at scale", ICML 2023, definition 2.2.
     """
@@ -114,6 +139,20 @@ def loo(
         metrics: The function of :func:`metagrad.attribute`.
         examples: Indices of the examples to leave out, at least three.
         seed: Seed of the bootstrap.
+
+    Raises:
+        ValueError: There are fewer than three examples.
+
+    Example:
+        >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+        >>> training = metagrad.Training(
+        ...     torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, (x, 2 * x),
+        ...     optimizer=metagrad.optim.rules.sgd(lr=0.1), batch_size=8, steps=3
+        ... )
+        >>> metrics = lambda model: model(x[:2])[:, 0]
+        >>> scores = metagrad.attribute(training(), metrics)
+        >>> metagrad.attribution.loo(training, scores, metrics, torch.arange(8)).value > 0.9
+        True
     """
     if examples.ndim != 1 or len(examples) < 3:
         refuse("loo(examples)", "at least three indices", tuple(examples.shape))
@@ -134,6 +173,13 @@ def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
         scores: A score for each example, ``[n]``, such as ``Scores.values.mean(0)`` of validation losses.
         wrong: True for each wrong example, ``[n]``.
 
+    Raises:
+        ValueError: The shapes differ, or all examples are of one kind.
+
+    Example:
+        >>> metagrad.attribution.auc(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([True, False, False])).value
+        1.0
+
     References:
         Hanley, McNeil, "The meaning and use of the area under a ROC curve", Radiology 143(1), 1982.
     """
@@ -151,7 +197,7 @@ def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Smoothness:
-    """Whether a derivative of a training predicts what a finite change does.
+    """Whether a derivative predicts the effect of a finite change. :func:`metasmoothness` returns it.
 
     Attributes:
         value: Metasmoothness, from -1 to 1. Near 1, the trained parameters move on along a direction.
@@ -179,6 +225,21 @@ def metasmoothness(
         scores: Scores, to compute the slope error. The trainings begin at their weights.
         h: Length of a change of each weight.
         seed: Seed of the direction.
+
+    Raises:
+        ValueError: ``h`` is negative.
+
+    Example:
+        >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+        >>> training = metagrad.Training(
+        ...     torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, (x, 2 * x),
+        ...     optimizer=metagrad.optim.rules.sgd(lr=0.1), batch_size=8, steps=3
+        ... )
+        >>> metrics = lambda model: model(x[:2])[:, 0]
+        >>> scores = metagrad.attribute(training(), metrics)
+        >>> smooth = metagrad.attribution.metasmoothness(training, metrics, scores, h=0.01)
+        >>> smooth.value > 0.9, smooth.slope_error < 0.1
+        (True, True)
 
     References:
         Engstrom et al., "Optimizing ML training with metagradient descent", arXiv:2503.13751, definition 2.

@@ -21,7 +21,7 @@ from metagrad.training.stream import seed_step
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """The metrics of trainings with different weights of the examples.
+    """The metrics of trainings with different weights of the examples. :func:`retrain` returns them.
 
     Attributes:
         weights: Weights of each training, ``[m, n]``.
@@ -49,8 +49,21 @@ def retrain(
         chunk: Maximum bytes of the states that are trained together.
         keep: True to return the trained parameters.
 
+    Returns:
+        The metrics of each training.
+
     Raises:
         ValueError: The weights are no matrix with a column for each example.
+
+    Example:
+        >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+        >>> training = metagrad.Training(
+        ...     torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, (x, 2 * x),
+        ...     optimizer=metagrad.optim.rules.sgd(lr=0.1), batch_size=8, steps=3
+        ... )
+        >>> metrics = lambda model: model(x[:2])[:, 0]
+        >>> metagrad.attribution.retrain(training, torch.ones(3, 8), metrics).metrics.shape
+        torch.Size([3, 2])
     """
     check_type("retrain(weights)", weights, Tensor)
     if weights.ndim != 2 or weights.shape[1] != training.num_examples:

@@ -29,7 +29,7 @@ class Scores:
     """The derivative of each metric with respect to the weight of each training example.
 
     Nothing is flipped: dropping example ``i`` changes metric ``j`` by about ``-values[j, i]``. If the metrics are
-    losses, a helpful example has a negative score.
+    losses, a helpful example has a negative score. :func:`attribute` returns scores.
 
     Attributes:
         values: Scores, ``[k, n]``. With weights of tokens, ``[k, n, length]``.
@@ -80,7 +80,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """The exact derivative through the training, for all metrics in one reverse sweep.
+    """The exact derivative through the training, for all metrics in one sweep: the default of :func:`attribute`.
 
     Attributes:
         chunk: Maximum number of metrics in a sweep. Every further sweep repeats the training. None takes all at once.

@@ -247,7 +247,8 @@ class Trained:
     """A trained model, as a differentiable function of what the training was called with.
 
     Attributes:
-        training: The training.
+        training: The training, a :class:`metagrad.Training`.
+        trajectory: The states that backward passes begin with.
         params: Trained parameters by name.
         buffers: Buffers by name, such as running statistics.
         losses: The loss of each step, ``[steps]``.

@@ -24,7 +24,7 @@ MOST_DIFFERENTIABLE = 200
 
 @dataclasses.dataclass
 class Report:
-    """The memory and the repeated steps of a training.
+    """The memory and the repeated steps of a training, a :class:`metagrad.Training`.
 
     Attributes:
         steps: Number of steps.
