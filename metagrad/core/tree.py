@@ -131,8 +131,8 @@ def _dissect(tree: Tree, tensors: list[Tensor]) -> Any:
         return _Branch(lambda parts: dict(zip(keys, parts, strict=True)), _parts_of(tree.values(), tensors))
     if kind is tuple or kind is list:
         return _Branch(kind, _parts_of(tree, tensors))
-    if isinstance(tree, tuple) and hasattr(kind, "_make"):
-        return _Branch(kind._make, _parts_of(tree, tensors))
+    if isinstance(tree, tuple) and hasattr(tree, "_make"):
+        return _Branch(tree._make, _parts_of(tree, tensors))
     leaves, spec = tree_flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return tree

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from metagrad.core.structured import Nested, arguments, restored
@@ -79,6 +80,10 @@ class MetaOutput:
                     f"{name}={list(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
                 )
         return f"MetaOutput({', '.join(parts)})"
+
+
+# fully_shard of torch 2.11 averages only gradients that pass through a pytree.
+torch.export.register_dataclass(MetaOutput)
 
 
 @dataclass(frozen=True)
