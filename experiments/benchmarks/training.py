@@ -73,7 +73,7 @@ class Work:
     def unrolled(self, memory: str) -> None:
         """Train in `mg.unroll`, and differentiate one metric with respect to the weights of the examples."""
         rule, net = mg.optim.rules.sgd(lr=LR, momentum=MOMENTUM), model()
-        order = [self.training.step.stream.rows(t) for t in range(self.steps)]
+        order = torch.stack([self.training.step.stream.rows(t) for t in range(self.steps)])
         params = {name: p.detach() for name, p in net.named_parameters()}
         weights = torch.ones(EXAMPLES, requires_grad=True)
 
@@ -113,7 +113,7 @@ def measure(work: Work, rounds: int, methods: Sequence[str]) -> dict[str, float]
     ways: dict[str, Callable[[], None]] = {
         **{f"Training, {memory}": functools.partial(work.derivative, memory) for memory in MODES},
         MANY: work.metrics,
-        **{f"unroll, {memory}": functools.partial(work.unrolled, memory) for memory in MODES[:3]},
+        **{f"unroll, {memory}": functools.partial(work.unrolled, memory) for memory in MODES},
     }
     chosen = {name: run for name, run in ways.items() if not methods or any(word in name for word in methods)}
     ratios: dict[str, list[float]] = {name: [] for name in chosen}

@@ -1,7 +1,7 @@
 """Checkpointing schedules: which steps of a loop keep their graph, and which are recomputed.
 
 Every schedule is made of two loops. The plain loop keeps every graph. The recomputed loop keeps a state for each
-step. Nested, the recomputed loop keeps the square root of the number of states. In sequence, both fill a budget.
+step. Nested, the recomputed loop keeps few states. In sequence, both loops fill a budget.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from metagrad.autograd.recompute.checkpoint import attach, recording_call
 from metagrad.autograd.recompute.replay import CallState, Recording, record
+from metagrad.autograd.unrolling.plan import Plan, states_of
 from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.core.budget import BudgetError, device_of, free_bytes
 from metagrad.core.tree import Tree, dissect, tree_map
@@ -63,29 +64,37 @@ def recomputed(
     return plain(recomputed_step, state, args, times)
 
 
-def segments_of(steps: int) -> tuple[int, int]:
-    """Return the number of steps in a segment, and the number of steps before the first segment."""
-    width = max(math.isqrt(steps), 1)
-    return width, steps % width
+def few_states(
+    step: Step, state: Tree, args: tuple[Any, ...], times: range, states: int | None = None, mode: str = ""
+) -> tuple[Tree, Tree]:
+    """Keep at most ``states`` states at a time, or as many as a memory mode names. See :class:`Plan`.
 
-
-def segmented(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
-    """Keep every k-th state, and k states while a segment is recomputed, with k the square root of the steps.
-
-    Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12.2: a schedule with two levels.
+    The steps between two kept states are one recomputed call. Its recomputation keeps the states that are left.
     """
-    width, remainder = segments_of(len(times))
+    count = states_of("unroll(...)", mode, len(times), 0) if states is None else min(states, len(times))
+    first = list(Plan.kept_from(0, len(times), count)) if count > 1 else [0, len(times) - 1]
+    ends = [*first[1:], len(times)]
+    pieces = [
+        (_as_one(max(count - i, 1)), times[a:b]) for i, (a, b) in enumerate(zip(first, ends, strict=True))
+    ]
+    return in_turn(pieces, step, state, args)
 
-    def segment(state: Tree, number: int, *args: Tree) -> tuple[Tree, Tree]:
-        first = times[remainder] + number * width
-        return recomputed(step, state, args, range(first, first + width))
 
-    def segments(_: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
-        number = range(len(times) // width)
-        state, aux = recomputed(segment, state, args, number, name=f"in segment {{}} of {width} steps")
+def _as_one(states: int) -> Loop:
+    """Return a loop that is recomputed as one call, with some states."""
+
+    def loop(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
+        if len(times) == 1:
+            return recomputed(step, state, args, times)
+
+        def segment(state: Tree, _: int, *args: Tree) -> tuple[Tree, Tree]:
+            return few_states(step, state, args, times, states)
+
+        name = f"in {len(times)} steps from t={times[0]}"
+        state, aux = recomputed(segment, state, args, range(1), name=name)
         return state, tree_map(lambda a: a if a is None else a.flatten(0, 1), aux)
 
-    return in_turn([(recomputed, times[:remainder]), (segments, times[remainder:])], step, state, args)
+    return loop
 
 
 def budgeted(
@@ -127,7 +136,12 @@ def _joined(stacked: list[Tree]) -> Tree:
     return tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else None, *trees)
 
 
-LOOPS: dict[str, Loop] = {"full": plain, "step": recomputed, "sqrt": segmented}
+LOOPS: dict[str, Loop] = {
+    "full": plain,
+    "step": recomputed,
+    "sqrt": functools.partial(few_states, mode="sqrt"),
+    "log": functools.partial(few_states, mode="log"),
+}
 
 
 class StepBytes(NamedTuple):
@@ -149,15 +163,15 @@ class StepBytes(NamedTuple):
         all_graphs = self.step + (steps - 1) * self.growth
         if all_graphs <= budget:
             return "full", steps
-        all_states, few_states = steps * self.state, 2 * (math.isqrt(steps - 1) + 1) * self.state
+        all_states, root_states = steps * self.state, 2 * (math.isqrt(steps - 1) + 1) * self.state
         for mode, states, more in (
             ("step", all_states, self.growth - self.state),  # in place of its state
-            ("sqrt", few_states, self.growth),
+            ("sqrt", root_states, self.growth),
         ):
             left = budget - states - self.step
             if left >= 0:
                 return mode, min(steps - 1, left // max(more, 1))
-        states = min(all_states, few_states)
+        states = min(all_states, root_states)
         needed = min(all_graphs, self.step + states)
         raise BudgetError(
             f"unroll(..., memory={budget}): one step needs {self.step} bytes, and {steps} steps keep "

@@ -110,7 +110,7 @@ class InnerLoop:
         """Return the loop for one of several parts of the tasks. The parts share a memory budget."""
         rule = with_batch_ndim(self.rule, 1) if stacked else self.rule
         memory = checked_memory("MAML(...)", self.memory)
-        if num_parts > 1 and memory not in ("full", "step", "sqrt"):
+        if num_parts > 1 and memory not in ("full", "step", "sqrt", "log"):
             whole = int(free_bytes(device) if memory == "auto" else memory)
             memory = max(whole // num_parts, 1)
         return replace(self, rule=rule, memory=memory, stacked=stacked)
@@ -302,7 +302,7 @@ class InnerLoop:
         if create_graph and t == 0:
             refuse_defects("MAML(..., order=2), at the first inner step", losses, params.values())
         # A checkpointed or compiled step frees its graph at its end.
-        is_kept = create_graph or self.memory in ("step", "sqrt") or self.compiled is not None
+        is_kept = create_graph or self.memory in ("step", "sqrt", "log") or self.compiled is not None
         grads = gradients_of(losses, params, create_graph, retain_graph=is_kept)
         return losses if is_kept else _of_no_graph(losses), grads
 

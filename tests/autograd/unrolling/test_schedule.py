@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
+from metagrad.autograd.unrolling.plan import Plan
 from metagrad.autograd.unrolling.schedule import Trial
 from metagrad.memory.storages import Ledger, StorageMode
 from tests.marks import slow
@@ -27,11 +28,11 @@ def problem():
     return step, w, x
 
 
-def peak(memory, steps: int) -> tuple[int, torch.Tensor]:
+def peak(memory, steps: int, states: int | None = None) -> tuple[int, torch.Tensor]:
     """Return the peak of a meta-gradient in bytes, and the meta-gradient."""
     step, w, x = problem()
     with StorageMode(ledger := Ledger(torch.device("cpu"))):
-        last, losses = mg.unroll(step, w, x, steps=steps, memory=memory)
+        last, losses = mg.unroll(step, w, x, steps=steps, memory=memory, states=states)
         gradient = mg.grad(last.pow(2).sum() + losses.sum(), w)
     return ledger.peak, gradient
 
@@ -43,6 +44,33 @@ def test_step_keeps_one_state_a_step_and_sqrt_keeps_its_square_root():
     assert slope == pytest.approx(STATE, rel=0.05)
     growth = peak("sqrt", many)[0] - peak("sqrt", few)[0]
     assert growth <= 2 * (8 - 4) * STATE * 1.1
+
+
+def test_few_states_are_enough():
+    peak("log", 8)
+    assert peak("log", 128)[0] - peak("log", 16)[0] <= 2 * (7 - 4) * STATE * 1.5
+    assert peak("full", 64, states=4)[0] - peak("full", 16, states=4)[0] <= 2 * STATE
+    calls = []
+    w = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+
+    def gradients(**given):
+        calls.clear()
+        last, aux = mg.unroll(
+            lambda w, t: (calls.append(t), (torch.sin(w) + t / 10, w**2))[1], w, steps=30, **given
+        )
+        first = mg.grad(last + aux.sum(), w, create_graph=True)
+        number = len(calls)
+        return first, mg.grad(first, w), number
+
+    for given in ({"memory": "log"}, {"memory": "sqrt"}, {"states": 2}, {"states": 7}):
+        first, second, number = gradients(**given)
+        states = given.get("states") or {"log": 10, "sqrt": 10}[given["memory"]]
+        # A nested call ends with the state after its last step, which the plan does not need.
+        assert Plan(30, states).forward_steps + 30 <= number <= 1.35 * (Plan(30, states).forward_steps + 30)
+        assert torch.equal(first, gradients(memory="step")[0])
+        torch.testing.assert_close(second, gradients(memory="full")[1], rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match=r"unroll\(..., states\): expected None or an int of 2 or more"):
+        mg.unroll(lambda w, t: (w, None), w, steps=3, states=1)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 30, slow(60)])

@@ -15,7 +15,7 @@ from metagrad.optim.rules import adam, sgd
 from metagrad.tasks import Batch, Examples
 from tests.marks import covering, slow
 
-MEMORIES = ["step", "sqrt", "auto", "160KiB"]
+MEMORIES = ["step", "sqrt", "log", "auto", "160KiB"]
 
 
 def draw(*shape, seed=0):
