@@ -52,14 +52,21 @@ def plain(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple
 
 
 def recomputed(
-    step: Step, state: Tree, args: tuple[Any, ...], times: range, *, name: str = "at t={}"
+    step: Step,
+    state: Tree,
+    args: tuple[Any, ...],
+    times: range,
+    *,
+    name: str = "at t={}",
+    shared: CallState | None = None,
 ) -> tuple[Tree, Tree]:
     """Keep a state for each step."""
-    shared, num_kept = CallState(step, _STEP), len(dissect(state)[0])
+    known = CallState(step, _STEP) if shared is None else shared
+    num_kept = len(dissect(state)[0])
 
     def recomputed_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
         called = f"{_STEP} {name.format(t)}"
-        return recording_call(step, (state, t, *args), {}, name=called, state=shared, num_kept=num_kept)
+        return recording_call(step, (state, t, *args), {}, name=called, state=known, num_kept=num_kept)
 
     return plain(recomputed_step, state, args, times)
 
@@ -74,27 +81,27 @@ def few_states(
     count = states_of("unroll(...)", mode, len(times), 0) if states is None else min(states, len(times))
     first = list(Plan.kept_from(0, len(times), count)) if count > 1 else [0, len(times) - 1]
     ends = [*first[1:], len(times)]
+    shared = CallState(step, _STEP)
     pieces = [
-        (_as_one(max(count - i, 1)), times[a:b]) for i, (a, b) in enumerate(zip(first, ends, strict=True))
+        (functools.partial(_as_one, max(count - i, 1), shared), times[a:b])
+        for i, (a, b) in enumerate(zip(first, ends, strict=True))
     ]
     return in_turn(pieces, step, state, args)
 
 
-def _as_one(states: int) -> Loop:
-    """Return a loop that is recomputed as one call, with some states."""
+def _as_one(
+    states: int, shared: CallState, step: Step, state: Tree, args: tuple[Any, ...], times: range
+) -> tuple[Tree, Tree]:
+    """Run steps that are recomputed as one call, with some states."""
+    if len(times) == 1:
+        return recomputed(step, state, args, times, shared=shared)
 
-    def loop(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
-        if len(times) == 1:
-            return recomputed(step, state, args, times)
+    def segment(state: Tree, _: int, *args: Tree) -> tuple[Tree, Tree]:
+        return few_states(step, state, args, times, states)
 
-        def segment(state: Tree, _: int, *args: Tree) -> tuple[Tree, Tree]:
-            return few_states(step, state, args, times, states)
-
-        name = f"in {len(times)} steps from t={times[0]}"
-        state, aux = recomputed(segment, state, args, range(1), name=name)
-        return state, tree_map(lambda a: a if a is None else a.flatten(0, 1), aux)
-
-    return loop
+    name = f"in {len(times)} steps from t={times[0]}"
+    state, aux = recomputed(segment, state, args, range(1), name=name, shared=shared)
+    return state, tree_map(lambda a: a if a is None else a.flatten(0, 1), aux)
 
 
 def budgeted(
