@@ -8,7 +8,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -164,37 +164,45 @@ def checked_reruns(call: str, *, nested: bool = False) -> Generator[None]:
         handle.remove()
 
 
-@contextlib.contextmanager
-def noted_reads(model: nn.Module) -> Generator[list[tuple[str, bool]]]:
-    """Context manager that records which parameters with ``requires_grad=True`` are read from the modules of a model.
+class Read(NamedTuple):
+    """A read of a parameter with ``requires_grad=True`` from a module.
 
-    Yields:
-        The list of reads. Each entry has the class and path of the module. Its flag is True if
-        :func:`torch.utils.checkpoint` calls the module with ``use_reentrant=True``.
+    Attributes:
+        module: The class and the path of the module.
+        is_original: False if another tensor is substituted for the parameter.
+        is_reentrant: Whether :func:`torch.utils.checkpoint` with ``use_reentrant=True`` calls the module.
     """
-    reads: list[tuple[str, bool]] = []
+
+    module: str
+    is_original: bool
+    is_reentrant: bool
+
+
+@contextlib.contextmanager
+def noted_reads(model: nn.Module, reads: list[Read]) -> Generator[None]:
+    """Context manager that appends the reads of parameters from the modules of a model to a list."""
     before = [(path, module, module._parameters) for path, module in model.named_modules()]
     for path, module, parameters in before:
         recorder = vars(module)["_parameters"] = _RecordingDict(parameters)
         recorder.first, recorder.reads = dict(parameters), reads
         recorder.name = f"{type(module).__name__} ({path or 'the model itself'})"
     try:
-        yield reads
+        yield
     finally:
         for _, module, parameters in before:
             vars(module)["_parameters"] = parameters
 
 
 class _RecordingDict(dict[str, Any]):
-    """A parameter dict that records reads of the original parameters with ``requires_grad=True``."""
+    """A parameter dict that records the reads of parameters."""
 
     first: dict[str, Any]
-    reads: list[tuple[str, bool]]
+    reads: list[Read]
     name: str
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if value is not None and value is self.first[name] and value.requires_grad:
+        if value is not None and value.requires_grad:
             is_reentrant = not torch.is_grad_enabled() and on_the_stack(CheckpointFunction.forward)
-            self.reads.append((self.name, is_reentrant))
+            self.reads.append(Read(self.name, value is self.first[name], is_reentrant))
         return value

@@ -132,7 +132,7 @@ def _dissect(tree: Tree, tensors: list[Tensor]) -> Any:
     if kind is tuple or kind is list:
         return _Branch(kind, _parts_of(tree, tensors))
     if isinstance(tree, tuple) and hasattr(tree, "_make"):
-        return _Branch(tree._make, _parts_of(tree, tensors))
+        return _Branch(tree._make, _parts_of(tree, tensors))  # type: ignore[reportAttributeAccessIssue]
     leaves, spec = tree_flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return tree

@@ -6,24 +6,20 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.checks.lint import custom_functions
 from metagrad.core import _torch
-from metagrad.core._torch import named_modules
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleSnapshot, buffer_versions
 from metagrad.core.norms import unfused_attention
-from metagrad.core.reach import Reached
-from metagrad.core.substitution import noted_reads
-from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Params
 from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
+from metagrad.meta.execution.examination import Examination, Findings
 from metagrad.meta.execution.nonfinite import GradientCheck, LearnedTensors, Nonfinite, finite_tasks, merged
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.execution.vectorization import (
@@ -35,15 +31,7 @@ from metagrad.meta.execution.vectorization import (
 )
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase
 from metagrad.meta.objective.tasks import Tasks, concatenated
-from metagrad.meta.objective.vmap import is_plain
 from metagrad.optim.rules import Rule
-
-_PLAIN = ("torch.nn.modules.", "metagrad.models.")  # their modules run only in the forward pass
-_SAME = 1e-3  # tolerance between two computations of a loss
-
-
-class _ProbeError(Exception):
-    """A task could not be computed when the model was examined."""
 
 
 class Outcome(NamedTuple):
@@ -83,8 +71,8 @@ class TaskExecutor:
     def run(self, tasks: Tasks, numbers: Tensor | None = None, skipped: Tensor | None = None) -> Outcome:
         """Run the tasks, in these steps.
 
-        1. Open an outer phase of the memory tracker.
-        2. Inspect the graph of one task, and decide how many tasks run in one vectorized pass.
+        1. Examine one task of the first batch, which decides how many tasks run in one vectorized pass.
+        2. Open an outer phase of the memory tracker.
         3. Insert a check of the gradients of parameters, hyperparameters and modules.
         4. Run the tasks, eagerly or compiled. If torch.vmap raises, run them in a Python loop.
         5. If a loss is NaN or Inf, raise, or run the other tasks again.
@@ -98,14 +86,14 @@ class TaskExecutor:
             skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
         marks = skipped if self.nonfinite == "skip" else None
         structure, model = self._structure(), self.inner.objective.model
-        if not self.inner.objective.by_copy and self._runs_again(tasks, structure):
+        found = self.vectorization.findings(structure, functools.partial(self._examined, tasks))
+        if found.rerun is not None and not self.inner.objective.by_copy:
             return self._by_copy().run(tasks, numbers, skipped)
         before = None if marks is None else ModuleSnapshot(model.modules(), {}, math.inf)
         with outer_phase(), self._attention():
-            self._inspect(tasks, structure)
-            chunk = self.vectorization.chunk_size(
-                tasks.count, structure, functools.partial(self._examined, tasks)
-            )
+            if found.functions:
+                self._tell(found.functions)
+            chunk = self.vectorization.chunk_size(tasks.count, found.loop)
             if chunk > 1 and (whole := self._one_graph(tasks, chunk)) is not None:
                 return Outcome(whole, skipped, chunk)
             check = GradientCheck(self._learned(), tasks, numbers, marks, self._again, self.name)
@@ -205,112 +193,42 @@ class TaskExecutor:
         before.put_back(values=True)
         return results
 
-    def _examined(self, tasks: Tasks) -> str | None:
-        """Return why tasks cannot be vectorized, None if they can, and "" if a loop is faster."""
-        objective = self.inner.objective
-        if self.vectorization.task_chunk is None and prefers_loop(
-            objective.model, tasks.device.type, self.params
-        ):
-            return ""
-        if objective.by_copy:
-            return f"{self.vectorization.rerun_module(self._structure())} runs again in the backward pass"
-        reason = loop_reason(objective.model, objective.norms is not None)
-        return self._changes(tasks) if reason is None and not _torch.functorch_is_active() else reason
-
-    def _changes(self, tasks: Tasks) -> str | None:
-        """Return what a call changes in modules or random generators, or None. Undo the changes."""
-        task, paths = self._first(tasks), self._paths()
-        with torch.no_grad(), self._undone() as (state, generators):
-            try:
-                first = self.probe(task, self.params)
-                prepared = ModuleSnapshot(paths)  # the first call may initialize attributes
-                drawn = generators.moved() - {"torch"}
-                generators.restore()
-                second = self.probe(task, self.params)
-                if drawn:
-                    return f"the model draws from {min(drawn)}, which stacked tasks would do once for all of them"
-                is_same = torch.allclose(first, second, rtol=_SAME, atol=_SAME, equal_nan=True)
-                if (changed := state.changed(prepared)) is not None:
-                    module, how = changed
-                    path = paths[module] or "the module itself"
-                    return f"{type(module).__name__} ({path}) {how}, which all tasks share"
-                return None if is_same else "its loss is another one when it is called again"
-            except Exception:
-                return None  # the loop raises it again
-
-    def _first(self, tasks: Tasks) -> Tasks:
-        return next(iter(self._with_rows(tasks.select(slice(0, 1)), 1).split(1)))
-
-    def _paths(self) -> dict[nn.Module, str]:
-        return {module: path for root in self._modules for path, module in named_modules(root)}
-
-    @contextlib.contextmanager
-    def _undone(self) -> Generator[tuple[ModuleSnapshot, RandomState]]:
-        """Undo what calls of the model in a ``with`` block change in modules and random generators."""
-        state = ModuleSnapshot(self._paths(), {}, math.inf)
-        generators = RandomState(Reached(self._modules).generators)  # type: ignore[reportArgumentType]
-        try:
-            yield state, generators
-        finally:
-            state.put_back(values=True)
-            generators.restore()
-
-    def _runs_again(self, tasks: Tasks, structure: Hashable) -> bool:
-        """Return whether a module of the model runs again in the backward pass, as checkpointed layers do.
+    def _examined(self, tasks: Tasks) -> Findings | None:
+        """Examine the first task. Return None if it raises.
 
         Raises:
-            ValueError: The gradient of such a module would be wrong.
+            ValueError: The gradient of a module would be wrong.
         """
-        if _torch.functorch_is_active() or torch.is_inference_mode_enabled():
-            return False
-        try:
-            return self.vectorization.rerun_module(structure, lambda: self._rerun_module(tasks)) is not None
-        except _ProbeError:
-            return False  # the tasks raise it again
-
-    def _rerun_module(self, tasks: Tasks) -> str | None:
-        """Return the module that runs again in the backward pass. None if there is none."""
-        model = self.inner.objective.model
-        if all(is_plain(m) and type(m).__module__.startswith(_PLAIN) for m in model.modules()):
-            return None
-        if (module := self._read_again(tasks)) is None:
-            return None
+        if _torch.functorch_is_active():
+            return Findings(self._loop_reason(tasks))
+        found = self._examination(tasks).findings(self._loop_reason(tasks))
+        if found is None or found.rerun is None:
+            return found
         advice = "Call metagrad.checkpoint in place of torch.utils.checkpoint."
         if self.inner.objective.norms is not None:
             raise ValueError(
-                f"{self.name}(..., norm): {module} runs again in the backward pass, where normalization layers do "
-                f"not follow norm. {advice}"
+                f"{self.name}(..., norm): {found.rerun} runs again in the backward pass, where normalization layers "
+                f"do not follow norm. {advice}"
             )
-        if (original := self._by_copy()._read_again(tasks)) is not None:
+        again = self._by_copy()._examination(tasks).findings(loop="")
+        if again is not None and again.rerun is not None:
             raise ValueError(
-                f"{self.name}(batch): {original} runs again in the backward pass, where it has not the parameters "
+                f"{self.name}(batch): {again.rerun} runs again in the backward pass, where it has not the parameters "
                 f"of the task: a hook, a Function or a closure holds the module itself. {advice}"
             )
-        return module
+        loop = found.loop if found.loop == "" else f"{found.rerun} runs again in the backward pass"
+        return found._replace(loop=loop)
 
-    def _read_again(self, tasks: Tasks) -> str | None:
-        """Return the module whose parameters the gradient of one task reads. None if it reads none."""
-        model, task = self.inner.objective.model, self._first(tasks)
-        forward, backward = [], []
-        with self._undone(), torch.enable_grad():
-            try:
-                with noted_reads(model) as forward:
-                    outputs = [output for output in (self.probe(task, self.params),) if output.requires_grad]
-                inputs = [p for p in (*self.params.values(), *model.parameters()) if p.requires_grad]
-                with noted_reads(model) as backward:
-                    if outputs:
-                        cotangents = list(map(torch.ones_like, outputs))
-                        torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
-            except Exception as error:
-                if not any(is_reentrant for _, is_reentrant in forward):
-                    raise _ProbeError from error
-        for name, is_reentrant in forward:
-            if is_reentrant:
-                raise ValueError(
-                    f"{self.name}(batch): torch.utils.checkpoint(..., use_reentrant=True) around {name} gives no "
-                    "gradient here. Pass use_reentrant=False, or call metagrad.checkpoint there."
-                )
-        return next((name for name, _ in backward), None)
+    def _loop_reason(self, tasks: Tasks) -> str | None:
+        """Return why tasks cannot be vectorized if the modules show it, "" if a loop is faster, or None."""
+        objective, task_chunk = self.inner.objective, self.vectorization.task_chunk
+        prefers = task_chunk is None and prefers_loop(objective.model, tasks.device.type, self.params)
+        return "" if prefers or task_chunk == 1 else loop_reason(objective.model, objective.norms is not None)
+
+    def _examination(self, tasks: Tasks) -> Examination:
+        first = next(iter(self._with_rows(tasks.select(slice(0, 1)), 1).split(1)))
+        probe = functools.partial(self.probe, first)
+        return Examination(self.name, self.inner.objective.model, self._modules, self.params, probe)
 
     def _by_copy(self) -> TaskExecutor:
         """Return an executor that calls copies of the model, which keep their parameters for the backward pass."""
@@ -319,37 +237,12 @@ class TaskExecutor:
 
     def query_loop(self, tasks: Tasks) -> InnerLoop:
         """Return the inner loop for query examples."""
-        is_known = self.vectorization.rerun_module(self._structure()) is not None
+        is_known = self.vectorization.findings(self._structure()).rerun is not None
         return (self._by_copy() if is_known else self).inner.to_query(tasks)
 
-    def _inspect(self, tasks: Tasks, structure: Hashable) -> None:
-        """Read the graph of the loss of one task, once for each structure of the model.
-
-        Raises:
-            ValueError: If the loss reads parameters of the model instead of their adapted values.
-        """
-        functions = self.vectorization.functions
-        is_off = _torch.functorch_is_active() or torch.is_inference_mode_enabled()
-        if self.params and structure not in functions and not is_off:
-            params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
-            with torch.enable_grad(), self._undone():
-                try:
-                    nodes = list(graph_nodes([self.probe(self._first(tasks), params)]))
-                except Exception:
-                    return  # the loop raises it again
-            read = {id(node.variable) for node in nodes if hasattr(node, "variable")}  # type: ignore[attr-defined]
-            for name, p in self.params.items():
-                if id(p) in read:
-                    raise ValueError(
-                        f"{self.name}(model, loss_fn): the loss of a task reads the parameter {name!r} of the model "
-                        "directly, so inner steps would ignore that term. Compute the loss from predictions and "
-                        "targets. For a penalty on adapted parameters, use weight_decay of the inner optimizer, or "
-                        "let the model return the penalty."
-                    )
-            functions[structure] = custom_functions(nodes)
-        if not (found := functions.get(structure)):
-            return
-        what = f"the model's graph has the custom autograd.Function {', '.join(found)}"
+    def _tell(self, functions: Sequence[str]) -> None:
+        """Do not compile custom Functions, and warn that they are differentiated twice."""
+        what = f"the model's graph has the custom autograd.Function {', '.join(functions)}"
         if self.inner.compiled is not None:
             self.inner.compiled.reason = f"{what}, whose derivatives torch.compile may compute incorrectly"
         if self.inner.differentiates_gradients:
@@ -368,10 +261,11 @@ class TaskExecutor:
         return LearnedTensors(self.params, self.inner.rule, self._modules)
 
     def _structure(self) -> Hashable:
-        """Return a key that changes if the tasks must be inspected again."""
+        """Return a key that changes if a task must be examined again."""
         objective = self.inner.objective
         policy = None if objective.norms is None else objective.norms.norms.policy
-        return structure_of(objective.model), tuple(self.params), policy
+        modes = _torch.functorch_is_active(), torch.is_inference_mode_enabled()
+        return structure_of(objective.model), tuple(self.params), policy, modes
 
     @property
     def _modules(self) -> list[nn.Module]:

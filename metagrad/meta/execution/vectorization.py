@@ -1,7 +1,7 @@
 """Decide how many tasks run in one vectorized pass over stacked parameters, or whether they run in a Python loop.
 
 The decision has three parts. First, :func:`loop_reason` and :func:`prefers_loop` inspect the modules. Second, two
-calls of the model must agree and change nothing, since a change would happen once for all vectorized tasks. Third,
+calls in :mod:`metagrad.meta.execution.examination` must agree and change nothing. Third,
 the tasks fall back to a Python loop if torch.vmap raises. The table ``RULES`` of :mod:`metagrad.meta.objective.vmap`
 lists the operations that torch.vmap computes incorrectly without an error.
 """
@@ -19,6 +19,7 @@ from metagrad.core._torch import named_modules
 from metagrad.core.budget import BudgetError
 from metagrad.core.checks import warn
 from metagrad.core.tree import Params
+from metagrad.meta.execution.examination import Findings
 from metagrad.meta.objective.vmap import NotStackableError
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -34,56 +35,49 @@ class Vectorization:
         task_chunk: Maximum number of tasks in one pass. None means all tasks.
         name: Name of the algorithm in warnings and errors.
         ran: The structures whose tasks have run vectorized.
-        functions: Custom autograd Functions in the graph of the model, by structure.
     """
 
     def __init__(self, task_chunk: int | None, name: str = "MAML") -> None:
         self.task_chunk = task_chunk
         self.name = name
-        self._stackable: dict[Hashable, bool] = {}
         self.ran: set[Hashable] = set()
-        self._reruns: dict[Hashable, str | None] = {}
+        self._found: dict[Hashable, Findings] = {}
         self._warned: set[str] = set()
-        self.functions: dict[Hashable, list[str]] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """Exclude the entries that depend on the identity of modules."""
-        return {**self.__dict__, "_stackable": {}, "ran": set(), "_reruns": {}, "functions": {}}
+        return {**self.__dict__, "ran": set(), "_found": {}}
 
-    def chunk_size(self, count: int, structure: Hashable, examine: Callable[[], str | None]) -> int:
+    def findings(self, structure: Hashable, examine: Callable[[], Findings | None] | None = None) -> Findings:
+        """Return what the first task of a structure showed.
+
+        Args:
+            structure: A key that changes if the model must be examined again, see :func:`structure_of`.
+            examine: Examines a task, once for each structure. None uses only known results.
+        """
+        found = self._found.get(structure)
+        if found is None and examine is not None and (found := examine()) is not None:
+            if len(self._found) == _MOST_STRUCTURES:
+                self._found.clear()
+            self._found[structure] = found
+        return found or Findings()
+
+    def chunk_size(self, count: int, loop: str | None) -> int:
         """Return the number of tasks in one vectorized pass. 1 means a Python loop without vmap.
 
         Args:
             count: The number of tasks.
-            structure: A key that changes if the model must be inspected again, see :func:`structure_of`.
-            examine: Returns why tasks cannot be vectorized, None if they can, and "" if a loop is faster.
+            loop: Why tasks cannot be vectorized, None if they can, and "" if a loop is faster.
         """
         if count == 1 or self.task_chunk == 1:
             return 1
-        if structure not in self._stackable:
-            if len(self._stackable) == _MOST_STRUCTURES:
-                self._stackable.clear()
-            reason = examine()
-            self._stackable[structure] = reason is None
-            self._warn(reason)
-        return min(self.task_chunk or count, count) if self._stackable[structure] else 1
-
-    def rerun_module(self, structure: Hashable, find: Callable[[], str | None] | None = None) -> str | None:
-        """Return the module that runs again in the backward pass, or None.
-
-        Args:
-            structure: A key that changes if the model must be inspected again.
-            find: Finds such a module, once for each structure. None uses only known results.
-        """
-        if find is not None and structure not in self._reruns:
-            if len(self._reruns) == _MOST_STRUCTURES:
-                self._reruns.clear()
-            self._reruns[structure] = find()
-        return self._reruns.get(structure)
+        self._warn(loop)
+        return min(self.task_chunk or count, count) if loop is None else 1
 
     def give_up(self, structure: Hashable, error: Exception) -> None:
         """Warn that torch.vmap raised. Later batches run in a loop if it raised on the first batch."""
-        self._stackable[structure] = structure in self.ran
+        if structure not in self.ran:
+            self._found[structure] = self.findings(structure)._replace(loop="")
         self._warn(vmap_reason(error))
 
     def _warn(self, reason: str | None) -> None:

@@ -402,8 +402,8 @@ def test_an_attribute_that_is_set_once_is_no_hindrance():
 def test_copies_and_pickles_examine_anew():
     maml = maml_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
     maml(BATCH)
-    assert not copy.deepcopy(maml)._vectorization._stackable
-    assert not pickle.loads(pickle.dumps(maml))._vectorization._stackable
+    assert not copy.deepcopy(maml)._vectorization._found
+    assert not pickle.loads(pickle.dumps(maml))._vectorization._found
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
