@@ -90,7 +90,8 @@ def known_loss(parts: Parts, batch: Batch, out: MetaOutput) -> Tensor:
     kept = ~out.skipped
     predictions, targets = out.query_outputs[kept], batch.query.y[kept]
     whole = parts.loss_fn(predictions.flatten(0, 1), targets.flatten(0, 1))
-    return whole if torch.allclose(whole, out.loss, rtol=1e-4) else out.loss
+    # The predictions of Reptile have no graph. Its loss has the difference of parameters as its gradient.
+    return whole if whole.requires_grad and torch.allclose(whole, out.loss, rtol=1e-4) else out.loss
 
 
 def _infinite(parts: Parts) -> Tensor:
