@@ -37,11 +37,11 @@ class AdamRule(PerParameter):
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
-        w_t &= w_{t-1} - \eta \, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
+        w_t &= w_{t-1} - \eta \, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t) + \epsilon_r} + \epsilon}
 
     The rule is differentiable at a gradient of exactly zero, where the derivative of the root is taken as 0. If a
     gradient is merely tiny, the step is its sign, and the derivative of the step is as large as
-    :math:`\eta / \epsilon`.
+    :math:`\eta / \epsilon`. A positive ``eps_root``, :math:`\epsilon_r`, bounds it.
 
     Example:
         The first step is as long as ``lr``, whatever the gradient:
@@ -66,6 +66,10 @@ class AdamRule(PerParameter):
     )
     eps: Hyperparameter = hyperparameter(
         default=1e-8, doc="Added to the root. It bounds the step where gradients vanish."
+    )
+    eps_root: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc="Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.",
     )
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0,
@@ -114,7 +118,10 @@ class AdamRule(PerParameter):
         peak = None if peak is None else torch.maximum(peak, square)
         # Both corrections of bias as one factor of the step: a pass over the parameter less.
         correction = (1 - h.beta2**steps) ** 0.5
-        scale = root(square if peak is None else peak) + h.eps * correction
+        second = square if peak is None else peak
+        if is_used(h.eps_root):
+            second = second + h.eps_root * correction**2
+        scale = root(second) + h.eps * correction
         w = minus_quotient(w, h.lr * correction / (1 - h.beta1**steps), mean, scale)
         return w, mean, square, peak
 

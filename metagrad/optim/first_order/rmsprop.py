@@ -37,7 +37,7 @@ class RMSpropRule(PerParameter):
 
     .. math::
         v_t &= \alpha v_{t-1} + (1 - \alpha) g_t^2, \qquad
-        b_t = \mu b_{t-1} + \frac{g_t}{\sqrt{v_t - \bar g_t^2} + \epsilon} \\
+        b_t = \mu b_{t-1} + \frac{g_t}{\sqrt{v_t - \bar g_t^2 + \epsilon_r} + \epsilon} \\
         w_t &= w_{t-1} - \eta \, b_t
 
     with the average gradient :math:`\bar g_t = \alpha \bar g_{t-1} + (1 - \alpha) g_t` if ``centered``, else 0.
@@ -63,6 +63,9 @@ class RMSpropRule(PerParameter):
     )
     eps: Hyperparameter = hyperparameter(
         default=1e-8, doc="Added to the root. It bounds the step where gradients vanish."
+    )
+    eps_root: Hyperparameter = hyperparameter(
+        default=0.0, doc="Added inside the root. It makes a training smooth in its data and hyperparameters."
     )
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0, doc="The factor of the parameters that is added to their gradients."
@@ -102,6 +105,8 @@ class RMSpropRule(PerParameter):
         if mean is not None:
             mean = average(mean, h.alpha, g)
             variance = square - mean * mean
+        if is_used(h.eps_root):
+            variance = variance + h.eps_root
         direction = g / (root(variance) + h.eps)
         if velocity is not None:
             direction = velocity = plus_scaled(direction, h.momentum, velocity)

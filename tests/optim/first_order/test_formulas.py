@@ -7,7 +7,7 @@ import torch
 
 from metagrad.optim import Lion
 from metagrad.optim.arithmetic import root
-from metagrad.optim.rules import lion
+from metagrad.optim.rules import adam, adamw, lion, rmsprop
 
 
 def test_lion_is_the_algorithm_of_the_paper():
@@ -25,6 +25,41 @@ def test_lion_is_the_algorithm_of_the_paper():
         params, state = rule.update({"w": torch.tensor(g, dtype=torch.float64)}, state, params)
         torch.testing.assert_close(params["w"], torch.tensor(w, dtype=torch.float64), rtol=1e-12, atol=0)
         torch.testing.assert_close(state.mean["w"], torch.tensor(m, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def moved(make, eps_root):
+    """Return a parameter after three steps of a rule, whose last element has no gradient."""
+    rule = make(lr=0.1, eps_root=eps_root)
+    params = {"w": torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)}
+    state = rule.init(params)
+    for g in GRADIENTS:
+        params, state = rule.update({"w": g}, state, params)
+    return params["w"]
+
+
+GRADIENTS = torch.tensor([[0.3, -0.2, 0.0], [0.1, 0.4, 0.0], [-0.1, 0.2, 0.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("make", "decay"), [(adam, 0.0), (adamw, 0.01), (rmsprop, 0.0)])
+def test_eps_root_is_inside_the_root(make, decay):
+    """The formula of optax, and its derivative by central differences."""
+    eps_root = torch.tensor(1e-3, dtype=torch.float64, requires_grad=True)
+    w, m, v = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), 0.0, 0.0
+    for t, g in enumerate(GRADIENTS, 1):
+        if make is rmsprop:
+            v = 0.99 * v + 0.01 * g**2
+            w = w - 0.1 * g / ((v + 1e-3).sqrt() + 1e-8)
+            continue
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        w = w * (1 - 0.1 * decay) - 0.1 * m / (1 - 0.9**t) / ((v / (1 - 0.999**t) + 1e-3).sqrt() + 1e-8)
+    found = moved(make, eps_root)
+    torch.testing.assert_close(found, w, rtol=1e-13, atol=0)
+    torch.testing.assert_close(moved(make, 1e-3), w, rtol=1e-13, atol=0)
+    for i, value in enumerate(found[:2]):
+        slope = torch.autograd.grad(value, eps_root, retain_graph=True)[0]
+        difference = (moved(make, 1e-3 + 1e-7) - moved(make, 1e-3 - 1e-7))[i] / 2e-7
+        assert float(slope) == pytest.approx(float(difference), rel=1e-6)
+    assert float(torch.autograd.grad(found[2], eps_root)[0]) == 0
 
 
 def test_root_has_zero_derivatives_at_zero_and_the_roots_elsewhere():
