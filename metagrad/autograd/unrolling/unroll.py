@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
 from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_compile
 from metagrad.autograd.unrolling.schedule import Loop, Step, few_states, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
-from metagrad.core._torch import BatchNorm, InstanceNorm
+from metagrad.core._torch import BatchNorm, InstanceNorm, current_graph_task
 from metagrad.core.budget import Memory, MemoryMode, checked_memory
 from metagrad.core.checks import check_count, check_function, is_integer, warn
 from metagrad.core.reach import Reached
 from metagrad.core.substitution import checked_reruns
 from metagrad.core.tree import Tree, constants, detached, tree_map
+
+_NORMS = (BatchNorm, InstanceNorm)
 
 
 def unroll(
@@ -87,6 +91,7 @@ def unroll(
         ValueError: ``steps`` is negative, ``truncate`` is not from 1 to ``steps``, or ``memory`` is unknown. A budget
             is too small for one step, and the message gives the minimum. ``step`` does not return a pair, or it
             changes the structure, a shape or a dtype of the state. A recomputed step writes in place.
+        RuntimeError: A norm in evaluation mode reads running statistics that a differentiable step updated.
         TypeError: ``steps`` is no int, or ``aux`` holds something else than tensors and None.
 
     Example:
@@ -143,13 +148,41 @@ def unroll(
 
 
 def _checked(step: Step) -> Step:
-    """Return a step that raises for modules that run again in the backward pass with other parameters."""
+    """Return a step that raises for modules that would give a wrong derivative."""
+    updated: set[nn.Module] | None = set() if torch.is_grad_enabled() else None
 
     def checked_step(*args: Any) -> tuple[Tree, Tree]:
-        with checked_reruns("unroll(step, ...)"):
+        with checked_reruns("unroll(step, ...)"), _checked_statistics(updated):
             return step(*args)
 
     return checked_step
+
+
+@contextlib.contextmanager
+def _checked_statistics(updated: set[nn.Module] | None) -> Generator[None]:
+    """Context manager that raises if a norm reads running statistics whose update torch does not differentiate.
+
+    Args:
+        updated: The norms that an earlier step has called in training mode. None checks nothing.
+    """
+
+    def check(module: nn.Module, _: object, output: Tensor) -> None:
+        if updated is None or not isinstance(module, _NORMS) or module.running_mean is None:
+            return
+        if module.training:
+            updated.add(module)
+        elif module in updated and output.requires_grad and current_graph_task() < 0:
+            raise RuntimeError(
+                f"unroll(step, ...): {type(module).__name__} in evaluation mode reads running statistics that a step "
+                "updated, and torch does not differentiate the update. Use batch statistics (training mode), pass "
+                "track_running_stats=False, or compute a metric under torch.no_grad()."
+            )
+
+    handle = register_module_forward_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def run_loop(
@@ -176,7 +209,7 @@ def run_loop(
 
 def _running_means(step: Step) -> list[tuple[nn.Module, Tensor, Tensor]]:
     """Return the norms whose running statistics a step can update, their running means, and copies of these."""
-    norms = [m for m in Reached(step).modules if isinstance(m, (BatchNorm, InstanceNorm)) and m.training]
+    norms = [m for m in Reached(step).modules if isinstance(m, _NORMS)]
     return [(m, m.running_mean, m.running_mean.clone()) for m in norms if m.running_mean is not None]
 
 
