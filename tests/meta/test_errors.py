@@ -349,10 +349,16 @@ def test_losses_and_models(task_chunk):
             r"\(model, loss_fn\): loss_fn must return a tensor, got NoneType": run(None, lambda p, y: None),
             r"scalar for each task, got shape \(6, 3\)": run(None, elementwise),
             "at the first inner step: WeightNorm": run(normed),
+            "Expected support.x in torch.float32, as the parameters, got torch.float64": run(
+                given=batch(X.double(), Y)
+            ),
             r"Reptile.*together \(.*shapes.* Pass examples='support'": lambda: reptile()(regression()),
             "Use torch.no_grad": torch.inference_mode()(run()),
         }
     )
+    loss = run(own, memory="full")().loss
+    torch.nn.init.zeros_(own[2].weight)
+    assert_named({"parameter '2.weight' was modified in place between the forward and": loss.backward})
     shared = maml(own, lambda p, y: F.mse_loss(p, y) + own[0].weight.square().sum(), adapt="2")()
     assert shared(regression()).loss.isfinite()
 

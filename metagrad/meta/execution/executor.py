@@ -104,6 +104,7 @@ class TaskExecutor:
                 try:
                     results = self.compute(params, rule, tasks, chunk)
                 except Exception as error:
+                    self._refuse_dtype(tasks, error)
                     if chunk == 1 or not may_be_of_vmap(error):
                         raise
                     if random is not None:
@@ -132,6 +133,16 @@ class TaskExecutor:
         skipped[every[~finite]] = True
         some = self.run(tasks.select(finite.nonzero().flatten()), every[finite], skipped)
         return some._replace(results=merged(results, some.results, finite.nonzero().flatten()))
+
+    def _refuse_dtype(self, tasks: Tasks, error: Exception) -> None:
+        """Raise ``TypeError`` if an error may be due to inputs of another dtype than the parameters."""
+        dtypes = {p.dtype for p in self.inner.objective.model.parameters()}
+        for name, x in (("support.x", tasks.support_x), ("query.x", tasks.query_x)):
+            if isinstance(x, Tensor) and x.is_floating_point() and dtypes and x.dtype not in dtypes:
+                raise TypeError(
+                    f"{self.name}(batch): the model raises an error for inputs of another dtype. Expected {name} in "
+                    f"{min(map(str, dtypes))}, as the parameters, got {x.dtype}. Convert the batch or the model."
+                ) from error
 
     def _begin(self) -> None:
         if self.inner.objective.norms is not None:

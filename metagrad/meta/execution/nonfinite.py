@@ -137,6 +137,7 @@ class GradientCheck:
         self.skipped, self.again, self.name = skipped, again, name
         self._autocast = AutocastState()
         self._cotangents: dict[int, Tensor] = {}
+        self._versions = {name: p._version for name, p in learned.params.items() if not p.is_inference()}
         self._is_on = bool(learned.leaves) and torch.is_grad_enabled() and not _torch.functorch_is_active()
 
     @contextlib.contextmanager
@@ -157,8 +158,22 @@ class GradientCheck:
             if isinstance(value, Tensor) and value.requires_grad:
                 # An alias, since a prediction also has a cotangent from the losses.
                 values[place] = value.view_as(value)
-                values[place].register_hook(functools.partial(self._cotangents.__setitem__, place))
+                values[place].register_hook(functools.partial(self._begin, place))
         return tree_unflatten(values, spec)
+
+    def _begin(self, place: int, cotangent: Tensor) -> None:
+        """Begin the backward pass of a result.
+
+        Raises:
+            RuntimeError: A parameter was modified since the forward pass.
+        """
+        self._cotangents[place] = cotangent
+        for name, p in self.learned.params.items():
+            if p._version != self._versions[name]:
+                raise RuntimeError(
+                    f"{self.name}(batch): the parameter {name!r} was modified in place between the forward and the "
+                    "backward pass. Call backward before an optimizer modifies parameters."
+                )
 
     def repaired(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients without the tasks whose gradients are NaN or Inf."""
