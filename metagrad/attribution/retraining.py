@@ -135,7 +135,7 @@ def _gradient(training: Training, state: State, weights: Tensor, t: int) -> tupl
         ) -> tuple[Tensor, Params]:
             buffers = {name: b.clone() for name, b in buffers.items()}
             with step.model.holding(params, buffers):
-                return step.loss(own, step.divisor(whole), batch, part), buffers
+                return step.loss(own, step.divisor(whole), batch, part), step.model.held(buffers)
 
         stacked = torch.func.vmap(loss, randomness="same")
         with torch.enable_grad():

@@ -37,6 +37,7 @@ class Scores:
         metrics: Metrics of the trained model, ``[k]``.
         method: The method.
         growth: Growth of the cotangents along the training, or None. Above 1e6, float32 scores are rounding errors.
+        is_half: True if the training used half precision.
     """
 
     values: Tensor
@@ -44,6 +45,7 @@ class Scores:
     metrics: Tensor
     method: Method
     growth: float | None = None
+    is_half: bool = False
 
     def predict(self, weights: Tensor) -> Tensor:
         """Predict the metrics of trainings with other weights.
@@ -74,8 +76,9 @@ class Scores:
         grown = "" if self.growth is None else f", cotangents grew {self.growth:.2g} times"
         unsure = self.growth is not None and self.growth > UNSTABLE and self.values.dtype != torch.float64
         warning = ". They are rounding errors, train in float64" if unsure else ""
+        half = ". The training used half precision, compare with float32" if self.is_half else ""
         k, n = self.values.shape[:2]
-        return f"Scores of {n} examples for {k} metrics by {self.method}{grown}{warning}"
+        return f"Scores of {n} examples for {k} metrics by {self.method}{grown}{warning}{half}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,4 +136,4 @@ def attribute(trained: Trained, metrics: Metrics, method: Method | None = None) 
         refuse("attribute(metrics)", "a 1-d tensor with one number for each metric", tuple(values.shape))
     scores = method.scores(trained, metrics)
     growth = trained.report.growth if isinstance(method, Replay) else None
-    return Scores(scores, trained.weights.detach(), values.detach(), method, growth)
+    return Scores(scores, trained.weights.detach(), values.detach(), method, growth, trained.report.is_half)

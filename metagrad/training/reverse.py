@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
+from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.tree import Params, Tree, dissect, is_differentiable, plus, tree_leaves
 from metagrad.optim.first_order.sgd import SGDRule
@@ -117,6 +119,7 @@ class Pullback:
         self.wanted = wanted
         self.count = count
         self.total = leaves.filled([None] * len(leaves.flat()))
+        self.is_checked = False
 
     def record(self, state: State, part: Part) -> PartGraph:
         """Return the gradient of a part with its graph."""
@@ -131,8 +134,21 @@ class Pullback:
             tensor.requires_grad_(is_wanted)
         with torch.enable_grad():
             own = {name: b.clone() for name, b in buffers.items()}
+        copies = {name: (b, b._version, b.grad_fn) for name, b in own.items()}
+        versions = {name: p._version for name, p in params.items()}
         with self.step.model.holding(params, own):
             gradient = self.step.gradient(params, own, weights, divisor, batch, part, create_graph=True)
+        if not self.is_checked:
+            self.is_checked = True
+            refuse_defects("Training(...)", gradient.loss, params.values())
+        for name, p in params.items():
+            if p._version != versions[name]:
+                raise ValueError(
+                    f"Training(...): the model writes its parameter {name!r} in place, as nn.Embedding does with "
+                    "max_norm. The derivative of this write would be lost. Write a copy."
+                )
+        for name, copy in copies.items():
+            _refuse_detached(name, buffers[name], gradient.buffers[name], *copy)
         return PartGraph(part, gradient, params, buffers, weights, divisor, data)
 
     def __call__(
@@ -247,6 +263,20 @@ class Pullback:
         if (own := total[place]) is None:
             own = total[place] = like.detach().new_zeros(self.count, *like.shape)
         own.index_add_(1, rows.to(own.device), found)
+
+
+def _refuse_detached(
+    name: str, before: Tensor, after: Tensor, copy: Tensor, version: int, node: Node | None
+) -> None:
+    """Raise ``ValueError`` if a forward pass changed a buffer without a graph."""
+    is_written = after is not copy or after._version != version
+    is_detached = not after.requires_grad or after.grad_fn is node
+    if is_differentiable(before) and is_written and is_detached and not torch.equal(after, before):
+        raise ValueError(
+            f"Training(...): the model writes its buffer {name!r} without a graph, as under torch.no_grad(), so the "
+            "derivative through it would be lost. Put the module that writes it into evaluation mode, or write it "
+            "with a graph."
+        )
 
 
 def _add(total: Cotangents, found: Sequence[Tensor | None]) -> None:

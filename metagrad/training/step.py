@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +136,11 @@ class Model:
         with placed((place, values[name]) for place, name in self.places if name in values):
             yield
 
+    def held(self, names: Iterable[str]) -> Params:
+        """Return the buffers that the model holds now. A forward pass may have replaced them."""
+        held = {name: place.get() for place, name in self.places}
+        return {name: held[name] for name in names}
+
     def bound(self, params: Params, buffers: Params) -> BoundModel:
         """Return the model in evaluation mode with these parameters and buffers."""
         return BoundModel(self, params, buffers)
@@ -261,8 +266,14 @@ class Step:
             found = torch.autograd.grad(
                 loss, list(params.values()), create_graph=create_graph, allow_unused=True
             )
+        for name, gradient in zip(params, found, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ValueError(
+                    f"Training(model): the gradient of {name!r} is sparse, which a training does not support. Use "
+                    "sparse=False in nn.Embedding."
+                )
         grads = dict(zip(params, zeros_for_none(found, params.values()), strict=True))
-        return Gradient(grads, loss if create_graph else loss.detach(), buffers)
+        return Gradient(grads, loss if create_graph else loss.detach(), self.model.held(buffers))
 
     def take(
         self, state: State, t: int, inputs: Inputs, gradients: Sequence[Gradient] | None = None
@@ -297,6 +308,7 @@ class Step:
             with self.model.holding(params, buffers):
                 own = self.gradient(params, buffers, weights, divisor, batch, part, create_graph=create_graph)
             total = own if total is None else summed([total, own])
+            buffers = own.buffers
         assert total is not None
         if self.micro_batch is not None:
             self._refuse_statistics(state, buffers)

@@ -166,6 +166,10 @@ class Training:
             ValueError: The shapes of the weights, the data or the parameters do not fit. The folder belongs to
                 another training, or a file in it is damaged.
         """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "Training(...)(): it cannot run in torch.inference_mode(). Use torch.no_grad()."
+            )
         examples = self.examples if data is None else self._checked_data(data)
         own = self.model.params() if params is None else self._checked_params(params)
         weights = self._checked_weights(weights, next(iter(own.values())))

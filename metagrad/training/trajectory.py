@@ -13,7 +13,7 @@ from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_determini
 from metagrad.autograd.unrolling.plan import Plan, Reversal
 from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.norms import every_order
-from metagrad.core.tree import Params, dissect, tree_map
+from metagrad.core.tree import HALF, Params, dissect, tree_map
 from metagrad.training.reverse import Cotangents, Leaves, PartGraph, Pullback, StateCotangents
 from metagrad.training.states import FolderStates, PinnedStates, States, checksum
 from metagrad.training.step import Inputs, State, Step, variable
@@ -31,6 +31,7 @@ class Report:
         states: Maximum number of states that were kept at a time.
         state_bytes: Bytes of one state: parameters, optimizer and buffers.
         replays: Number of steps that were repeated in reverse passes.
+        is_half: True if parameters or autocast are in half precision. Scores can then be noise.
         growth: Norm of the cotangent of the initial parameters relative to the final ones, the maximum over metrics.
             None before a reverse pass. Above 1e6 in float32, scores are rounding errors.
     """
@@ -39,6 +40,7 @@ class Report:
     states: int
     state_bytes: int
     replays: int = 0
+    is_half: bool = False
     growth: float | None = None
 
     def __str__(self) -> str:
@@ -125,7 +127,9 @@ class Trajectory:
         self.final = state
         self.losses = torch.stack(losses)
         size = sum(t.nbytes for t in dissect(state)[0])
-        self.report = Report(self.steps, len(self.kept), size)
+        halves = any(p.dtype in HALF for p in state.params.values())
+        is_half = halves or any(enabled for enabled, _ in self.settings[1].kinds.values())
+        self.report = Report(self.steps, len(self.kept), size, is_half=is_half)
 
     def reverse(self, after: StateCotangents, losses: Tensor | None, wanted: Leaves, count: int) -> Leaves:
         """Return the cotangents of the leaves, ``[k, *shape]`` each, or None.

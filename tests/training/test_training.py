@@ -390,6 +390,64 @@ def test_data_that_changes_between_the_passes_is_an_error():
         loss.backward()
 
 
+class Average(nn.Module):
+    """A model that subtracts a running average of its outputs, which it writes in one of several ways."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(12, 3), kind
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x):
+        output = self.linear(x)
+        if self.training:
+            new = 0.9 * self.average + 0.1 * output.mean(0)
+            if self.kind == "in place":
+                self.average.copy_(new)
+            elif self.kind == "replaced":
+                self.average = new
+            else:
+                self.average = new.detach()
+        return output - self.average
+
+
+@pytest.mark.parametrize("kind", ["in place", "replaced"])
+def test_buffers_that_a_model_writes_are_part_of_the_state(kind):
+    training = problem(Average(kind))
+    weights, direction = torch.ones(14, requires_grad=True), torch.linspace(-1, 1, 14)
+    found = torch.autograd.grad(metric(training(weights)), weights)[0] @ direction
+    expected = difference(lambda w: float(metric(training(w)).detach()), torch.ones(14), direction)
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+LOST = {
+    "a buffer": (lambda: Average("detached"), "the model writes its buffer 'average' without a graph"),
+    "a parameter": (
+        lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=0.1), nn.Flatten(), nn.Linear(48, 3)),
+        "the model writes its parameter '0.weight' in place",
+    ),
+    "rows": (
+        lambda: nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Flatten(), nn.Linear(48, 3)),
+        "the gradient of '0.weight' is sparse",
+    ),
+    "a wrong derivative": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(12, 3))),
+        "WeightNormInterfaceBackward0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_derivative_that_would_be_lost_is_an_error(name):
+    model, message = LOST[name]
+    torch.manual_seed(0)
+    x = torch.randint(0, 3, (14, 12)) if name in ("a parameter", "rows") else torch.randn(14, 12)
+    data = x, torch.randint(0, 3, (14,))
+    training = mg.Training(model(), F.cross_entropy, data, optimizer=R.sgd(lr=0.1), batch_size=4, steps=3)
+    with pytest.raises(ValueError, match=message):
+        training(torch.ones(14, requires_grad=True))(x).sum().backward()
+
+
 WRONG = {
     "an iterator": ({"data": iter([])}, TypeError, "a loader cannot be used"),
     "lengths": ({"data": (torch.zeros(3, 12), torch.zeros(2))}, ValueError, "same number of examples"),
