@@ -117,11 +117,6 @@ class Examples:
         if not self.size:
             refuse("Training(data)", "at least one example", 0)
 
-    @property
-    def device(self) -> torch.device | None:
-        """Device of the tensors, or None for a dataset."""
-        return None if self.tensors is None else tree_leaves(self.tensors)[0].device
-
     def batch(self, rows: Tensor) -> tuple[Tree, Tree]:
         """Return the examples at some indices."""
         if self.tensors is not None:
