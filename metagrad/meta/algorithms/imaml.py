@@ -67,6 +67,7 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
             not depend on them.
         steps: The number of inner steps. Use enough steps to come close to the minimum.
         proximal: The weight :math:`\lambda`, above 0. The paper uses 2 for 5-way Omniglot and 0.5 for mini-ImageNet.
+            With ``matrix="ggn"`` and few outer steps, 0.5 learned faster than 2 on Omniglot.
             It must exceed the magnitude of the most negative curvature of the support loss, or the solver raises.
         hypergradient: The solver of the linear system. The default is ``CG(steps=5)``, conjugate gradients from zero
             as in the paper. The error depends on the ratio of curvature to :math:`\lambda`. On a small regression
