@@ -147,6 +147,15 @@ def test_names_of_parameters():
             r"sparse\): 'item' is not a parameter": maml(table(), sparse=["item"]),
             r"sparse\): '1.bias' must be an embedding table \[V, D\]": maml(table(), sparse=["1.bias"]),
             "'0.weight' does not require grad, so it is not learned": maml(frozen, sparse=["0.weight"]),
+            **{
+                rf"{argument}.*": maml(nn.Sequential(kind(4, 2, **{name: value}), nn.Linear(2, 2)))
+                for kind, (name, value), argument in (
+                    (nn.Embedding, ("sparse", True), r"sparse=True.*Pass sparse=\['0.weight'\]"),
+                    (nn.EmbeddingBag, ("sparse", True), r"sparse=True.*Pass sparse=\['0.weight'\]."),
+                    (nn.Embedding, ("max_norm", 1.0), r"max_norm=1\.0, which writes into the table in place"),
+                    (nn.EmbeddingBag, ("max_norm", 1.0), r"max_norm=1\.0, which writes .* in place"),
+                )
+            },
             r"a value for each row of '0.weight'": maml(
                 table(), inner=rules.sgd(lr=ROWS), sparse=["0.weight"]
             ),
@@ -431,3 +440,9 @@ def test_assigned_attributes_are_checked_by_the_next_call():
     call.truncate, named.adapted = 2, "none"
     calls = {r"truncate\)": call, "no parameter of the model": named}
     assert_named({message: functools.partial(c, regression()) for message, c in calls.items()})
+    for attribute, value in (("truncate", 1), ("adapted", "0.*"), ("order", 2)):
+        reptile = of(mg.Reptile)()
+        reptile(regression())
+        setattr(reptile, attribute, value)
+        message = r"Reptile\(...\): expected order 1, adapted None and truncate None"
+        assert_named({message: functools.partial(reptile, regression())})

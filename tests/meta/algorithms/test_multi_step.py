@@ -34,21 +34,27 @@ def assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("memory", "order", "task_chunk"),
-    covering(["full", "step", "sqrt", "64KiB"], [1, 2], [None, 1, 3],
-             fast=lambda memory, order, task_chunk: memory in ("full", "step") and task_chunk != 3 and order == 2),
+WAYS = covering(["full", "step", "sqrt", "64KiB"], [1, 2], [None, 1, 3], [None],
+    fast=lambda memory, order, task_chunk, _: memory in ("full", "step") and task_chunk != 3 and order == 2,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("memory", "order", "task_chunk", "truncate"), [*WAYS, ("full", 2, None, 2), slow("step", 2, None, 2)]
+)
 def test_the_objective_and_its_gradient_are_those_of_the_textbook(
-    textbook, regression, memory, order, task_chunk
+    textbook, regression, memory, order, task_chunk, truncate
 ):
-    model = mlp()
-    out = multi_step(model, order=order, memory=memory, task_chunk=task_chunk)(regression)
-    plain = functools.partial(textbook, model, F.mse_loss, regression, lr=0.1, steps=3, order=order)
-    loss, lasts = plain(weights=WEIGHTS).mean(), plain()
+    """The weights are also learned. Losses before a truncation are of first order."""
+    model, weights = mlp(), nn.Parameter(torch.tensor(WEIGHTS, dtype=torch.float64))
+    options = {"order": order, "memory": memory, "task_chunk": task_chunk, "truncate": truncate}
+    out = multi_step(model, query_weights=list(weights), **options)(regression)
+    options = {"lr": 0.1, "steps": 3, "order": order, "truncate": truncate}
+    plain = functools.partial(textbook, model, F.mse_loss, regression, **options)
+    loss, lasts, of = plain(weights=weights).mean(), plain(), [*model.parameters(), weights]
     assert_close(out.loss, loss)
     assert_close(out.query_losses, lasts)
-    assert_close(gradients(out.loss, model.parameters()), gradients(loss, model.parameters()))
+    assert_close(gradients(out.loss, of), gradients(loss, of))
 
 
 @pytest.mark.parametrize("memory", ["full", "step"])
@@ -59,22 +65,6 @@ def test_the_gradient_can_be_differentiated(textbook, regression, memory):
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         seconds.append(gradients(sum((g**3).sum() for g in grads), model.parameters()))
     assert_close(*seconds)
-
-
-def test_weights_are_learned(textbook, regression):
-    model, weights = mlp(), nn.Parameter(torch.tensor(WEIGHTS, dtype=torch.float64))
-    maml = multi_step(model, memory="step", query_weights=list(weights))
-    loss = textbook(model, F.mse_loss, regression, lr=0.1, steps=3, weights=weights).mean()
-    of = [*model.parameters(), weights]
-    assert_close(gradients(maml(regression).loss, of), gradients(loss, of))
-
-
-@pytest.mark.parametrize("memory", ["full", slow("step")])
-def test_losses_before_a_truncation_are_of_first_order(textbook, regression, memory):
-    model = mlp()
-    loss = textbook(model, F.mse_loss, regression, lr=0.1, steps=3, truncate=2, weights=WEIGHTS).mean()
-    found = multi_step(model, memory=memory, truncate=2)(regression).loss
-    assert_close(gradients(found, model.parameters()), gradients(loss, model.parameters()))
 
 
 def test_weights_may_be_assigned_and_zeros_cost_nothing(textbook, regression):

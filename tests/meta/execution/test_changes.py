@@ -173,17 +173,15 @@ def test_copies_have_their_own():
     torch.testing.assert_close(results_of(maml), first, rtol=0, atol=0)
 
 
-COMPILED = ("a training flag", "a number", "an item of a dict", "a forward hook", "a buffer")
+COMPILED = ("a training flag", "a number", "an item of a dict", "a buffer", "a forward hook")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:MAML")
-@pytest.mark.parametrize("name", COMPILED)
-def test_changes_of_the_model_are_seen_compiled(name):
+def test_changes_of_the_model_are_seen_compiled():
     model = model_of()
     maml = maml_of(model, compile={"backend": "aot_eager"})
-    results_of(maml)
-    torch.testing.assert_close(results_of(maml), results_of(maml_of(model)), rtol=1e-9, atol=1e-12)
-    CHANGES[name](model)
-    for _ in range(2):
-        torch.testing.assert_close(results_of(maml), results_of(maml_of(model)), rtol=1e-9, atol=1e-12)
+    for change in (lambda model: None, *(CHANGES[name] for name in COMPILED)):
+        change(model)
+        for _ in range(2):
+            torch.testing.assert_close(results_of(maml), results_of(maml_of(model)), rtol=1e-9, atol=1e-12)

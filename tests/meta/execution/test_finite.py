@@ -79,7 +79,15 @@ def test_skipping_leaves_finite_batches_alone(regression):
     assert torch.equal(out[0].loss, out[1].loss)
 
 
-def test_a_batch_of_which_nothing_is_left_raises(regression):
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_a_task_that_is_not_finite_is_named_and_so_is_a_batch_of_which_nothing_is_left(
+    regression, task_chunk
+):
+    regression.support.y[2, 0, 0] = float("nan")
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk)
+    for call in (lambda: maml(regression), lambda: maml.adapt(regression.support)):
+        with pytest.raises(FloatingPointError, match=r"loss of task 2 is nan at inner step 0.*1 of 4 tasks"):
+            call()
     regression.support.y[:] = float("inf")
     maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite="skip")
     with pytest.raises(FloatingPointError, match=r"task 0 is inf at inner step 0.*4 of 4 tasks"):

@@ -149,6 +149,16 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unsqueeze(-1))[0][:, -1]
+
+
+def by_sign(module: Calling, x: Tensor) -> Tensor:
+    y = module.last(hidden(module, x))
+    return y if x.sum() > 0 else -y
+
+
 class Case(NamedTuple):
     make: Callable[[], nn.Module]
     reason: str | None = None  # None means that the tasks are vectorized
@@ -177,6 +187,14 @@ CASES = {
     ),
     "nn.EmbeddingBag": Case(lambda: nn.EmbeddingBag(4, 2, padding_idx=0), None, lookups),
     "attention in eval mode": Case(Attention, None, sequences),
+    "recurrent": Case(
+        lambda: Recurrent(1, 2, batch_first=True), r"no rule for Recurrent \(the model itself\)"
+    ),
+    "running statistics": Case(
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+        r"BatchNorm1d \(1\) updates running statistics",
+    ),
+    "control flow": Case(of(by_sign), "torch.vmap cannot take the model.*data-dependent control flow"),
     "backward hook": Case(lambda: with_module_hook("hook"), r"backward hooks of Tanh \(1\)"),
     "backward pre-hook": Case(lambda: with_module_hook("pre-hook"), r"backward hooks of Tanh \(1\)"),
     "hook on a tensor": Case(of(reversed_gradient), "cannot register a hook"),
@@ -406,21 +424,11 @@ def test_copies_and_pickles_examine_anew():
     assert not pickle.loads(pickle.dumps(maml))._vectorization._found
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_a_sparse_embedding_says_what_to_do(kind):
-    model = nn.Sequential(kind(4, 2, sparse=True))
-    with pytest.raises(ValueError, match=r"sparse=True.*Pass sparse=\['0.weight'\]"):
-        maml_of(model)
-    maml_of(model, sparse=["0.weight"])
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_with_max_norm_is_refused(kind):
-    with pytest.raises(ValueError, match=r"max_norm=1\.0, which writes into the table in place"):
-        maml_of(nn.Sequential(kind(4, 2, max_norm=1.0)))
-    model = nn.Sequential(kind(4, 2, max_norm=1.0), nn.Linear(2, 2))
+def test_embeddings_that_are_allowed():
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 2))
     model[0].weight.requires_grad_(False)
     maml_of(model)
+    maml_of(nn.Sequential(nn.Embedding(4, 2, sparse=True)), sparse=["0.weight"])
 
 
 @pytest.mark.parametrize("memory", ["full", "step"])

@@ -94,31 +94,26 @@ def test_every_memory_mode_gives_the_same_derivatives(case, memory, task_chunk):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12 * float(b.detach().abs().max()))
 
 
+def under_autocast(memory, enabled=True):
+    torch.manual_seed(0)
+    model = mlp()
+    maml = mg.MAML(model, F.mse_loss, inner=adam(lr=0.05), steps=4, memory=memory)
+    batch = Batch(*(Examples(part.x.float(), part.y.float()) for part in regression()))
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        out = maml(batch)
+        fast = maml.adapt(batch.support)
+    return out, mg.grad(out.loss, dict(model.named_parameters())), fast
+
+
 @pytest.mark.parametrize("memory", ["full", *MEMORIES])
-class TestAutocast:
-    def run(self, memory, enabled):
-        torch.manual_seed(0)
-        model = mlp()
-        maml = mg.MAML(model, F.mse_loss, inner=adam(lr=0.05), steps=4, memory=memory)
-        batch = Batch(*(Examples(part.x.float(), part.y.float()) for part in regression()))
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = maml(batch)
-            fast = maml.adapt(batch.support)
-        return out, mg.grad(out.loss, dict(model.named_parameters())), fast
-
-    def test_the_state_of_the_inner_loop_stays_in_float32(self, memory):
-        out, grads, fast = self.run(memory, enabled=True)
-        assert out.query_outputs.dtype == torch.bfloat16
-        assert out.loss.dtype == torch.float32
-        assert {p.dtype for p in fast.params.values()} == {torch.float32}
-        assert {g.dtype for g in grads.values()} == {torch.float32}
-
-    def test_a_recomputed_step_casts_as_the_first_one_did(self, memory):
-        low, full = (self.run(m, enabled=True)[1] for m in (memory, "full"))
-        torch.testing.assert_close(low, full, rtol=1e-6, atol=1e-7)
-        exact = self.run(memory, enabled=False)[1]
-        difference = max(float((low[k] - exact[k]).norm() / exact[k].norm()) for k in exact)
-        assert 1e-4 < difference < 0.2
+def test_the_inner_loop_stays_in_float32_under_autocast_and_a_recomputed_step_casts_the_same(memory):
+    out, low, fast = under_autocast(memory)
+    assert (out.query_outputs.dtype, out.loss.dtype) == (torch.bfloat16, torch.float32)
+    assert {t.dtype for t in (*fast.params.values(), *low.values())} == {torch.float32}
+    torch.testing.assert_close(low, under_autocast("full")[1], rtol=1e-6, atol=1e-7)
+    exact = under_autocast(memory, enabled=False)[1]
+    difference = max(float((low[k] - exact[k]).norm() / exact[k].norm()) for k in exact)
+    assert 1e-4 < difference < 0.2
 
 
 def test_a_scaled_outer_loss_gives_the_step_of_the_unscaled():
