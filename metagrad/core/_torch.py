@@ -50,9 +50,8 @@ get_interpreter_stack = _C._functorch.get_interpreter_stack
 TransformType = _C._functorch.TransformType
 """The active transforms, outermost first, and the enum of their kinds."""
 
-functorch_level = _C._functorch.maybe_current_level
 functorch_level_of = _C._functorch.maybe_get_level
-"""Return the level of the innermost transform, and the level of the transform that a tensor belongs to."""
+"""Return the level of the transform that a tensor belongs to."""
 
 # Modes
 

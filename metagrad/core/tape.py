@@ -41,9 +41,9 @@ def is_differentiated() -> bool:
 
 def is_on_the_tape(tensors: list[Tensor]) -> bool:
     """Return whether only reverse mode is active, and its innermost level differentiates all of the tensors."""
+    innermost = max((interpreter.level() for interpreter in _torch.get_interpreter_stack() or ()), default=-1)
     return all(kind == _torch.TransformType.Grad for kind in _kinds()) and all(
-        tensor.requires_grad and _torch.functorch_level_of(tensor) == _torch.functorch_level()
-        for tensor in tensors
+        tensor.requires_grad and _torch.functorch_level_of(tensor) == innermost for tensor in tensors
     )
 
 
