@@ -244,6 +244,10 @@ class Training:
                 f"a floating point tensor [{self.num_examples}] or [{self.num_examples}, ...]",
                 f"{weights.dtype} of shape {tuple(weights.shape)}",
             )
+        if weights.device != like.device:
+            refuse(
+                "Training(...)(weights)", f"a tensor on {like.device}, as the parameters", str(weights.device)
+            )
         return weights
 
 
