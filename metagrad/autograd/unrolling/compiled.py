@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
 from metagrad.autograd.unrolling.schedule import Loop, Step, in_turn, loop_keeping
-from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
+from metagrad.autograd.unrolling.steps import Arguments, Pair, StateCheck, checked_pair, stack
 from metagrad.core._torch import Function
-from metagrad.core.budget import BudgetError, MemoryMode
+from metagrad.core.budget import BudgetError, device_of
 from metagrad.core.capture import AutocastState, RandomState
 from metagrad.core.checks import warn
 from metagrad.core.norms import unfused_attention
@@ -103,12 +103,10 @@ class Compiler:
             )
         return result
 
-    def unroll(
-        self, step: Step, state: Tree, args: tuple[Any, ...], times: range, memory: MemoryMode | int
-    ) -> tuple[Tree, Tree]:
+    def unroll(self, step: Step, state: Tree, args: Arguments, times: range, memory: str | int) -> Pair:
         """Run a loop. ``t``, ints of the state and floats of the arguments reach the step as 0-d tensors."""
         tensors = dissect((state, args))[0]
-        device = tensors[0].device if tensors else torch.device("cpu")
+        device = device_of(state, args)
         is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
         dtype = torch.float64 if is_double else torch.float32
         state = tree_map(
@@ -129,22 +127,22 @@ class Compiler:
         loops["log"] = loops["sqrt"]  # each segment is a compiled function, so there are no shorter ones
         return loop_keeping(memory, (state, args), loops)(step, state, args, times)
 
-    def _piece(self, step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
+    def _piece(self, step: Step, state: Tree, args: Arguments, times: range) -> Pair:
         """Run consecutive steps as one compiled function."""
         state, args = tree_map(_entering, state), tree_map(functools.partial(_entering, keeps=True), args)
-        number = torch.full((), times.start, dtype=torch.int64, device=_device(state))
+        number = torch.full((), times.start, dtype=torch.int64, device=device_of(state))
         new, aux = self.of(_advance)(step, len(times), state, number, args)
         StateCheck(state)(new, times[-1])
         return new, aux
 
     def _pulled(
-        self, modules: Sequence[nn.Module], step: Step, state: Tree, args: tuple[Any, ...], times: range
-    ) -> tuple[Tree, Tree]:
+        self, modules: Sequence[nn.Module], step: Step, state: Tree, args: Arguments, times: range
+    ) -> Pair:
         """Run consecutive steps without their graph. A compiled function runs them again for their derivative."""
         if not self.compiles_products:
             return _again(self._piece)(step, state, args, times)
         tensors, structure = dissect((state, args))
-        number = torch.full((), times.start, dtype=torch.int64, device=_device(state))
+        number = torch.full((), times.start, dtype=torch.int64, device=device_of(state))
         modes, autocast, drawn = _modes(modules), AutocastState(), torch.get_rng_state()
         constants = structure.fill([tensor.detach().contiguous() for tensor in tensors])
         new, aux = self.of(_advance)(step, len(times), constants[0], number, constants[1])
@@ -248,10 +246,10 @@ _CHANGED = (
 )
 
 
-def _advance(step: Step, count: int, state: Tree, t: Tensor, args: tuple[Any, ...]) -> tuple[Tree, Tree]:
+def _advance(step: Step, count: int, state: Tree, t: Tensor, args: Arguments) -> Pair:
     collected = []
     for ahead in range(count):
-        state, aux = checked_pair(step(state, t + ahead if ahead else t, *args), -1)
+        state, aux = checked_pair(step(state, t + ahead if ahead else t, *args.at(ahead)), -1)
         collected.append(aux)
     # All calls use one layout, so that torch does not compile the step again.
     return tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, state), stack(
@@ -259,9 +257,7 @@ def _advance(step: Step, count: int, state: Tree, t: Tensor, args: tuple[Any, ..
     )
 
 
-def _in_pieces(
-    loop: Loop, width: int, step: Step, state: Tree, args: tuple[Any, ...], times: range
-) -> tuple[Tree, Tree]:
+def _in_pieces(loop: Loop, width: int, step: Step, state: Tree, args: Arguments, times: range) -> Pair:
     """Run a loop on ``width`` steps at a time, and on each of the remaining steps."""
     whole = len(times) - len(times) % width
     parts = [times[first : first + width] for first in range(0, whole, width)]
@@ -272,7 +268,7 @@ def _in_pieces(
 def _again(loop: Loop) -> Loop:
     """Return a loop that stores only its operands and is run again in the backward pass."""
 
-    def recomputed(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
+    def recomputed(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
         tensors, structure = dissect((state, args))
         modules, random, autocast = Reached(step).modules, RandomState(), AutocastState()
         found: list[Structure] = []
@@ -355,10 +351,6 @@ def _entering(leaf: Any, *, keeps: bool = False) -> Any:
     if leaf.grad_fn is None:
         leaf = (leaf if leaf.requires_grad else leaf.detach().requires_grad_()).clone()
     return leaf.contiguous()
-
-
-def _device(tree: Tree) -> torch.device:
-    return next((tensor.device for tensor in dissect(tree)[0]), torch.device("cpu"))
 
 
 def _tensor(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from torch import Tensor
 from metagrad.autograd.recompute.checkpoint import attach, recording_call
 from metagrad.autograd.recompute.replay import CallState, Recording, record
 from metagrad.autograd.unrolling.plan import Plan, states_of
-from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
+from metagrad.autograd.unrolling.steps import Arguments, Pair, StateCheck, checked_pair, stack
 from metagrad.core.budget import BudgetError, device_of, free_bytes
 from metagrad.core.tree import Tree, dissect, tree_map
 from metagrad.memory.storages import Ledger, StorageMode, storages_of
 
-Step = Callable[..., tuple[Tree, Tree]]
-Loop = Callable[[Step, Tree, tuple[Any, ...], range], tuple[Tree, Tree]]
+Step = Callable[..., Pair]
+Loop = Callable[[Step, Tree, Arguments, range], Pair]
 """Takes a step, a state, arguments and step numbers, and returns the last state and the stacked aux."""
 
 _STEP = "unroll(step, ...)"
@@ -40,12 +40,12 @@ def loop_keeping(memory: str | int, tensors: Tree, loops: Mapping[str, Loop] | N
     return loops[memory]
 
 
-def plain(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
+def plain(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
     """Keep every step's graph."""
     check = StateCheck(state)
     collected = []
-    for t in times:
-        state, aux = checked_pair(step(state, t, *args), t)
+    for index, t in enumerate(times):
+        state, aux = checked_pair(step(state, t, *args.at(index)), t)
         check(state, t)
         collected.append(aux)
     return state, stack(collected)
@@ -54,17 +54,16 @@ def plain(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple
 def recomputed(
     step: Step,
     state: Tree,
-    args: tuple[Any, ...],
+    args: Arguments,
     times: range,
-    *,
     name: str = "at t={}",
     shared: CallState | None = None,
-) -> tuple[Tree, Tree]:
+) -> Pair:
     """Keep a state for each step."""
     known = CallState(step, _STEP) if shared is None else shared
     num_kept = len(dissect(state)[0])
 
-    def recomputed_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
+    def recomputed_step(state: Tree, t: int, *args: Tree) -> Pair:
         called = f"{_STEP} {name.format(t)}"
         return recording_call(step, (state, t, *args), {}, name=called, state=known, num_kept=num_kept)
 
@@ -72,13 +71,16 @@ def recomputed(
 
 
 def few_states(
-    step: Step, state: Tree, args: tuple[Any, ...], times: range, states: int | None = None, mode: str = ""
-) -> tuple[Tree, Tree]:
-    """Keep at most ``states`` states at a time, or as many as a memory mode names. See :class:`Plan`.
+    step: Step, state: Tree, args: Arguments, times: range, states: int | str, ends_here: bool = False
+) -> Pair:
+    """Keep at most ``states`` states at a time, or as many as the memory mode ``states``. See :class:`Plan`.
 
-    The steps between two kept states are one recomputed call. Its recomputation keeps the states that are left.
+    The steps between two kept states are one recomputed call. Its recomputation keeps the states that are left. If
+    ``ends_here``, the last step is differentiated at once, so its graph is kept.
     """
-    count = states_of("unroll(...)", mode, len(times), 0) if states is None else min(states, len(times))
+    if ends_here and len(times) == 1:
+        return plain(step, state, args, times)
+    count = min(states, len(times)) if isinstance(states, int) else states_of(_STEP, states, len(times), 0)
     first = list(Plan.kept_from(0, len(times), count)) if count > 1 else [0, len(times) - 1]
     ends = [*first[1:], len(times)]
     shared = CallState(step, _STEP)
@@ -86,49 +88,49 @@ def few_states(
         (functools.partial(_as_one, max(count - i, 1), shared), times[a:b])
         for i, (a, b) in enumerate(zip(first, ends, strict=True))
     ]
+    if ends_here:
+        rest = max(count - len(first) + 1, 1)
+        pieces[-1] = functools.partial(few_states, states=rest, ends_here=True), pieces[-1][1]
     return in_turn(pieces, step, state, args)
 
 
-def _as_one(
-    states: int, shared: CallState, step: Step, state: Tree, args: tuple[Any, ...], times: range
-) -> tuple[Tree, Tree]:
+def _as_one(states: int, shared: CallState, step: Step, state: Tree, args: Arguments, times: range) -> Pair:
     """Run steps that are recomputed as one call, with some states."""
     if len(times) == 1:
         return recomputed(step, state, args, times, shared=shared)
 
-    def segment(state: Tree, _: int, *args: Tree) -> tuple[Tree, Tree]:
-        return few_states(step, state, args, times, states)
+    def segment(state: Tree, _: int, args: Arguments) -> Pair:
+        return few_states(step, state, args, times, states, ends_here=True)
 
     name = f"in {len(times)} steps from t={times[0]}"
-    state, aux = recomputed(segment, state, args, range(1), name=name, shared=shared)
+    state, aux = recomputed(segment, state, Arguments((args,)), range(1), name=name, shared=shared)
     return state, tree_map(lambda a: a if a is None else a.flatten(0, 1), aux)
 
 
 def budgeted(
-    step: Step, state: Tree, args: tuple[Any, ...], times: range, budget: int, loops: Mapping[str, Loop]
-) -> tuple[Tree, Tree]:
+    step: Step, state: Tree, args: Arguments, times: range, budget: int, loops: Mapping[str, Loop]
+) -> Pair:
     """Keep all graphs if they fit into a budget in bytes. Otherwise recompute early steps."""
     trial = Trial(step, state, args, budget)
     for t in times[:2]:
         if trial.can_take():
             trial.take(t)
     early, late = trial.needs().division(len(times), budget)
-    head, rest = times[: trial.num_taken], times[trial.num_taken :]
+    head, rest = times[: len(trial.recordings)], times[len(trial.recordings) :]
     middle = max(len(rest) - late, 0)
     first = trial.with_graphs if early == "full" else trial.recomputed
     pieces = [(first, head), (loops[early], rest[:middle]), (loops["full"], rest[middle:])]
     return in_turn(pieces, step, state, args)
 
 
-def in_turn(
-    pieces: list[tuple[Loop, range]], step: Step, state: Tree, args: tuple[Any, ...]
-) -> tuple[Tree, Tree]:
+def in_turn(pieces: list[tuple[Loop, range]], step: Step, state: Tree, args: Arguments) -> Pair:
     """Run one loop after the other."""
-    states, collected = [state], []
+    states, collected, done = [state], [], 0
     del state  # a loop frees the state that it begins with, if its caller does not hold it
     for loop, times in pieces:
         if len(times):
-            last, aux = loop(step, states.pop(), args, times)
+            done, own = done + len(times), args.part(done, done + len(times))
+            last, aux = loop(step, states.pop(), own, times)
             states.append(last)
             collected.append(aux)
             del last
@@ -146,8 +148,8 @@ def _joined(stacked: list[Tree]) -> Tree:
 LOOPS: dict[str, Loop] = {
     "full": plain,
     "step": recomputed,
-    "sqrt": functools.partial(few_states, mode="sqrt"),
-    "log": functools.partial(few_states, mode="log"),
+    "sqrt": functools.partial(few_states, states="sqrt"),
+    "log": functools.partial(few_states, states="log"),
 }
 
 
@@ -197,7 +199,7 @@ class Trial:
         budget: Maximum bytes of the graphs, in addition to the state.
     """
 
-    def __init__(self, step: Step, state: Tree, args: tuple[Any, ...], budget: int) -> None:
+    def __init__(self, step: Step, state: Tree, args: Arguments, budget: int) -> None:
         self.step = step
         self.args = args
         self.budget = budget
@@ -210,11 +212,6 @@ class Trial:
         self.totals: list[int] = []
         self.state_bytes = 0
 
-    @property
-    def num_taken(self) -> int:
-        """Number of steps that have been taken."""
-        return len(self.recordings)
-
     def can_take(self) -> bool:
         """Return whether another step fits: two graphs are within the budget, or one is no larger than a state."""
         if not self.totals:
@@ -224,15 +221,17 @@ class Trial:
 
     def take(self, t: int) -> None:
         """Take a step."""
-        taken: list[tuple[Tree, Tree]] = []
+        taken: list[Pair] = []
 
-        def measured(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
+        def measured(state: Tree, t: int, *args: Tree) -> Pair:
             with StorageMode(self.ledger):
                 taken.append(checked_pair(self.step(state, t, *args), t))
             return taken[0]
 
         called = f"{_STEP} at t={t}"
-        recording = record(measured, (self.state, t, *self.args), {}, name=called, state=self.shared)
+        recording = record(
+            measured, (self.state, t, *self.args.at(len(self.recordings))), {}, name=called, state=self.shared
+        )
         recording.call.fn = self.step
         # The results keep their graph, since a recording drops only the graph of returned tensors.
         self.state, aux = taken.pop()
@@ -245,7 +244,7 @@ class Trial:
     def needs(self) -> StepBytes:
         """End the trial and return the measured memory."""
         step = growth = max(self.totals[0], 1)
-        if self.num_taken == 2:
+        if len(self.recordings) == 2:
             self._leave_states_to_graphs()
             growth = max(self.ledger.total - self.totals[0], 1)
         self.ledger.close()
@@ -259,12 +258,12 @@ class Trial:
         for index in range(width):
             first.outputs[index] = _copy(first.outputs[index])
 
-    def with_graphs(self, *call: object) -> tuple[Tree, Tree]:
+    def with_graphs(self, *call: object) -> Pair:
         """Return the last state and the stacked aux with the graphs of the steps. Call this once."""
         state, collected, _ = self._spend()
         return state, stack(collected)
 
-    def recomputed(self, *call: object) -> tuple[Tree, Tree]:
+    def recomputed(self, *call: object) -> Pair:
         """Return the last state and the stacked aux of checkpointed steps. Call this once."""
         _, _, recordings = self._spend()
         state, collected = None, []

@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from metagrad.core.tree import ATOMS, Tree, leaf_names, tree_flatten, tree_map, tree_structure, tree_unflatten
+from metagrad.core.tree import ATOMS, Tree, dissect, leaf_names, tree_flatten, tree_structure, tree_unflatten
+
+Pair: TypeAlias = "tuple[Tree, Tree]"
+"""A state and the aux of a step, or of some steps."""
 
 
-def checked_pair(result: object, t: int) -> tuple[Tree, Tree]:
+class Arguments(NamedTuple):
+    """The arguments of consecutive steps after the state and the number of the step.
+
+    Attributes:
+        shared: The arguments that all steps receive.
+        rows: The row of the inputs of each step. Empty if the steps have no inputs.
+    """
+
+    shared: tuple[Any, ...]
+    rows: tuple[Tree, ...] = ()
+
+    def at(self, index: int) -> tuple[Any, ...]:
+        """Return the arguments of one of the steps."""
+        return *self.rows[index : index + 1], *self.shared
+
+    def part(self, first: int, last: int) -> Arguments:
+        """Return the arguments of some of the steps."""
+        return Arguments(self.shared, self.rows[first:last])
+
+
+def rows_of(inputs: Tree, steps: int) -> tuple[Tree, ...]:
+    """Return the rows of ``inputs``, one for each step. Raise ``ValueError`` if a tensor has other rows.
+
+    The cotangents of all rows are stacked once. A dense tensor for each step would be summed T times.
+    """
+    tensors, structure = dissect(inputs)
+    for name, leaf in zip(leaf_names(inputs, "inputs"), tree_flatten(inputs)[0], strict=True):
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.shape[:1] != (steps,):
+            found = f"{tuple(leaf.shape)}, {leaf.layout}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ValueError(
+                f"unroll(..., inputs): expected dense tensors with a first axis of length steps={steps}, a row for "
+                f"each step, got {name}: {found}. Pass what all steps share in *args."
+            )
+    return tuple(structure.fill(rows) for rows in zip(*(t.unbind() for t in tensors), strict=True))
+
+
+def checked_pair(result: object, t: int) -> Pair:
     """Return the result of step ``t``. Raise ``ValueError`` unless it is a pair."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
@@ -24,26 +63,25 @@ class StateCheck:
     """Checks that every state has the structure, shapes and dtypes of the first state."""
 
     def __init__(self, state: Tree) -> None:
-        self.places = tree_map(lambda leaf: 0, state)  # not the state itself, which would outlive its step
-        self.spec = tree_structure(state)
-        self.kinds = [_kind(leaf) for leaf in tree_flatten(state)[0]]
+        tensors, self.structure = dissect(state)  # without the state itself, which would outlive its step
+        self.kinds = [(t.shape, t.dtype) for t in tensors]
         self.form = _form(state)
 
     def __call__(self, state: Tree, t: int) -> None:
         """Raise ``ValueError`` if the state after step ``t`` differs in one of them."""
         if _form(state) == self.form:
             return
-        leaves, spec = tree_flatten(state)
-        if spec != self.spec:
+        first = self.structure.fill([torch.empty(s, dtype=dtype, device="meta") for s, dtype in self.kinds])
+        if (spec := tree_structure(state)) != tree_structure(first):
             raise ValueError(
-                f"unroll(step, ...): step must return a state of the structure it takes, {self.spec}, "
+                f"unroll(step, ...): step must return a state of the structure it takes, {tree_structure(first)}, "
                 f"got {spec} at t={t}."
             )
-        for index, leaf in enumerate(leaves):
-            if _kind(leaf) != self.kinds[index]:
-                name = leaf_names(self.places, "state")[index]
+        names = leaf_names(first, "state")
+        for name, before, leaf in zip(names, tree_flatten(first)[0], tree_flatten(state)[0], strict=True):
+            if _kind(leaf) != _kind(before):
                 raise ValueError(
-                    f"unroll(step, ...): step must keep shapes and dtypes; {name} was {self.kinds[index]}, "
+                    f"unroll(step, ...): step must keep shapes and dtypes; {name} was {_kind(before)}, "
                     f"and is {_kind(leaf)} after t={t}."
                 )
 

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
 from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_compile
 from metagrad.autograd.unrolling.schedule import Loop, Step, few_states, in_turn, loop_keeping, plain
-from metagrad.autograd.unrolling.steps import checked_pair
+from metagrad.autograd.unrolling.steps import Arguments, Pair, checked_pair, rows_of
 from metagrad.core._torch import BatchNorm, InstanceNorm, current_graph_task
 from metagrad.core.budget import Memory, MemoryMode, checked_memory
 from metagrad.core.checks import check_count, check_function, is_integer, warn
@@ -30,12 +30,13 @@ def unroll(
     state: Tree,
     *args: Tree,
     steps: int,
+    inputs: Tree = None,
     memory: Memory = "full",
     states: int | None = None,
     truncate: int | None = None,
     create_graph: bool | None = None,
     compile: Compile = False,
-) -> tuple[Tree, Tree]:
+) -> Pair:
     r"""Run an inner loop and make its result differentiable with respect to the state and the arguments.
 
     .. math:: s_{t+1}, a_t = \mathrm{step}(s_t, t, \mathrm{args}), \qquad t = 0, \dots, \mathrm{steps} - 1
@@ -74,6 +75,10 @@ def unroll(
         state: A pytree of tensors and constants.
         *args: Pytrees of tensors and constants, the same for every step. Examples are data and learning rates.
         steps: Number of steps, 0 or more.
+        inputs: A pytree of tensors with a first axis of length ``steps``, such as a mini-batch for each step. Step t
+            is called as ``step(state, t, row, *args)``, where ``row`` holds row t of each tensor. The gradient of a
+            step has the size of its row. The gradient of an argument in ``*args`` has the size of the whole argument
+            at every step.
         memory: The checkpointing policy.
         states: Number of states to store at a time, 2 or more, in place of ``memory``. Compiled loops do not support
             it.
@@ -90,7 +95,8 @@ def unroll(
     Raises:
         ValueError: ``steps`` is negative, ``truncate`` is not from 1 to ``steps``, or ``memory`` is unknown. A budget
             is too small for one step, and the message gives the minimum. ``step`` does not return a pair, or it
-            changes the structure, a shape or a dtype of the state. A recomputed step writes in place.
+            changes the structure, a shape or a dtype of the state. A recomputed step writes in place. A tensor in
+            ``inputs`` does not have one row for each step.
         RuntimeError: A norm in evaluation mode reads running statistics that a differentiable step updated.
         TypeError: ``steps`` is no int, or ``aux`` holds something else than tensors and None.
 
@@ -122,17 +128,18 @@ def unroll(
         )
     if create_graph is None:
         create_graph = torch.is_grad_enabled()
+    rows = () if inputs is None else rows_of(inputs, steps)
     if steps == 0:
         return state, None
     first = steps if not create_graph else 0 if truncate is None else steps - truncate
     times = range(steps)
     statistics = _running_means(step) if create_graph else []
 
-    def run(loop: Loop) -> tuple[Tree, Tree]:
+    def run(loop: Loop) -> Pair:
         pieces = [(torch.no_grad()(loop), times[:first]), (torch.enable_grad()(loop), times[first:])]
-        return in_turn(pieces, step, state, args)
+        return in_turn(pieces, step, state, Arguments(args, rows))
 
-    def checked_loop(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
+    def checked_loop(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
         return run_loop(_checked(step), state, args, times, mode, states)
 
     eager = functools.partial(run, checked_loop)
@@ -151,7 +158,7 @@ def _checked(step: Step) -> Step:
     """Return a step that raises for modules that would give a wrong derivative."""
     updated: set[nn.Module] | None = set() if torch.is_grad_enabled() else None
 
-    def checked_step(*args: Any) -> tuple[Tree, Tree]:
+    def checked_step(*args: Any) -> Pair:
         with checked_reruns("unroll(step, ...)"), _checked_statistics(updated):
             return step(*args)
 
@@ -188,11 +195,11 @@ def _checked_statistics(updated: set[nn.Module] | None) -> Generator[None]:
 def run_loop(
     step: Step,
     state: Tree,
-    args: tuple[Any, ...],
+    args: Arguments,
     times: range,
     memory: MemoryMode | int,
     states: int | None = None,
-) -> tuple[Tree, Tree]:
+) -> Pair:
     """Run steps under a memory mode. The result is differentiable in grad mode."""
     if not torch.is_grad_enabled():
         return _without_graphs(step, state, args, times)
@@ -254,8 +261,8 @@ def _check_steps(steps: int) -> None:
         raise ValueError(f"unroll(..., steps): expected 0 or more, got {steps}.")
 
 
-def _without_graphs(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
-    def detached_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
+def _without_graphs(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
+    def detached_step(state: Tree, t: int, *args: Tree) -> Pair:
         with torch.enable_grad():
             state, aux = checked_pair(step(state, t, *args), t)
         return detached(state), constants(aux)

@@ -15,6 +15,7 @@ from metagrad import memory as memory_tracking
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.unrolling.compiled import SMALL, Compiler
 from metagrad.autograd.unrolling.schedule import Step
+from metagrad.autograd.unrolling.steps import Arguments
 from metagrad.autograd.unrolling.unroll import run_loop
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.norms import composite_norms
@@ -247,10 +248,10 @@ class InnerLoop:
         """Return a function of state and arguments that runs the steps: plain, checkpointed or compiled."""
         memory = checked_memory("MAML(...)", self.memory)
         if self.compiled is not None:
-            return lambda state, args: self.compiled.unroll(step, state, args, times, memory)  # type: ignore[union-attr]
+            return lambda state, args: self.compiled.unroll(step, state, Arguments(args), times, memory)  # type: ignore[union-attr]
         if torch.compiler.is_compiling() or (memory == "full" and torch.is_grad_enabled()):
             return functools.partial(_in_turn, step, times)
-        return lambda state, args: run_loop(step, state, args, times, memory)
+        return lambda state, args: run_loop(step, state, Arguments(args), times, memory)
 
     def _step(self, loss: Loss, keep_graph: bool, *, passes_on: bool = False) -> Step:
         """Return one step. If ``passes_on``, its Jacobian is replaced by the identity (straight-through)."""

@@ -23,9 +23,9 @@ def step(state, t, lr, x):
 def outcome(**options):
     generator = torch.Generator().manual_seed(0)
     w, x = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3,), (4, 3)))
-    w, lr = w.requires_grad_(), torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    w, lr = w.requires_grad_(), torch.full((options["steps"],), 0.1, dtype=torch.float64, requires_grad=True)
     second = options.pop("second", False)
-    (last, count), losses = mg.unroll(step, (w, 0), lr, x, **options)
+    (last, count), losses = mg.unroll(step, (w, 0), x, inputs=lr, **options)
     grads = torch.autograd.grad(last.square().sum() + losses.sum(), [w, lr], create_graph=second)
     if second:
         grads = torch.autograd.grad(sum(g.square().sum() for g in grads), [w, lr])

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import metagrad as mg
 
-MEMORIES = ["full", "step", "sqrt", 1800, "1MiB"]
+MEMORIES = ["full", "step", "sqrt", "log", 1800, "1MiB"]
 
 
 def randn(*shape, seed=0):
@@ -204,6 +206,82 @@ def test_truncation_differentiates_only_through_the_last_steps(memory):
 def test_truncation_must_be_within_the_steps(truncate):
     with pytest.raises(ValueError, match=f"from 1 to steps=3.*got {truncate}"):
         mg.unroll(lambda x, t: (x, None), randn(2), steps=3, truncate=truncate)
+
+
+BATCHES = 6
+
+
+def on_batches(by_rows, **options):
+    """Return the first and second derivatives of a training on batches, with a learning rate for each."""
+    x, order, rates, w = (
+        randn(BATCHES, 3, 4),
+        torch.arange(BATCHES) % 2,
+        randn(BATCHES, seed=1),
+        randn(4, seed=2),
+    )
+    scale = torch.tensor(1.2, dtype=torch.float64, requires_grad=True)
+
+    def step(w, t, row, scale):
+        (x, rate), first = row["batch"], row["first"]
+        gradient = torch.func.grad(lambda w: ((x @ w).tanh()[first:] * scale).square().sum())(w)
+        return w - 0.1 * rate * gradient, w.sum()
+
+    def of_all(w, t, x, rates, scale):
+        return step(w, t, {"batch": (x[t], rates[t]), "first": order[t]}, scale)
+
+    call = functools.partial(mg.unroll, of_all, w, x, rates, scale)
+    if by_rows:
+        call = functools.partial(mg.unroll, step, w, scale, inputs={"batch": (x, rates), "first": order})
+    last, aux = call(steps=BATCHES, **options)
+    wanted = [x, rates, scale]
+    first = mg.grad(last.pow(3).sum() + aux.square().sum(), wanted, create_graph=True)
+    return *first, *mg.grad(sum(g.square().sum() for g in first), wanted)
+
+
+@pytest.mark.parametrize(
+    "options", [*({"memory": memory} for memory in MEMORIES), {"states": 2}, {"memory": "log", "truncate": 4}]
+)
+def test_inputs_are_the_rows_of_arguments(options):
+    expected = on_batches(False, truncate=options.get("truncate"))
+    torch.testing.assert_close(on_batches(True, **options), expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", ["full", "log"])
+def test_the_gradient_of_inputs_is_written_once(memory):
+    """The gradient of an argument has the size of the argument at every step."""
+    x, w, written = randn(BATCHES, 50), randn(50, seed=1), []
+
+    class Written(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            is_new = isinstance(result, Tensor) and result.shape == x.shape and not result._is_view()
+            written.extend([func] * is_new)
+            return result
+
+    def gradient(step, *args, **inputs):
+        last, _ = mg.unroll(step, w, *args, steps=BATCHES, memory=memory, **inputs)
+        with Written():
+            return mg.grad(last.pow(2).sum(), x)
+
+    found = gradient(lambda w, t, row: ((w * row).tanh(), None), inputs=x)
+    assert len(written) == 1
+    expected = gradient(lambda w, t, x: ((w * x[t]).tanh(), None), x)
+    assert len(written) > BATCHES
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "found"),
+    [
+        (torch.ones(2), r"inputs: \(2,\)"),
+        ({"x": torch.tensor(1.0)}, r"inputs\['x'\]: \(\)"),
+        ((torch.ones(3), 0.1), r"inputs\[1\]: float"),
+        (torch.eye(3).to_sparse(), r"inputs: \(3, 3\), torch.sparse_coo"),
+    ],
+)
+def test_inputs_have_a_row_for_each_step(inputs, found):
+    with pytest.raises(ValueError, match=r"unroll\(..., inputs\): .* length steps=3, .* got " + found):
+        mg.unroll(lambda x, t, row: (x, None), randn(2), steps=3, inputs=inputs)
 
 
 class _Exp(torch.autograd.Function):
