@@ -6,7 +6,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 23_460, "experiments": 9_480, "tests": 27_720}
+LINES = {"metagrad": 23_460, "experiments": 9_480, "tests": 27_750}
 FILES = {"metagrad": 245, "experiments": 76}
 
 
