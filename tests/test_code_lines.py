@@ -6,8 +6,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 23_460, "experiments": 9_480, "tests": 27_750}
-FILES = {"metagrad": 245, "experiments": 76}
+LINES = {"metagrad": 23_880, "experiments": 9_750, "tests": 28_600}
+FILES = {"metagrad": 258, "experiments": 82}
 
 
 @pytest.mark.parametrize("folder", LINES)
