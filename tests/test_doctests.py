@@ -141,7 +141,7 @@ MADE_BY = re.compile(r":func:`[~.\w]+` (makes|returns)")
 ENTRY = re.compile(r"^    \*{0,2}(\w+(?:, \*{0,2}\w+)*)(?: \(.*\))?:\s", re.MULTILINE)
 OF_METHODS = re.compile(
     r"metagrad\.(curvature\.(estimators|solvers|spectrum)|hypergrad|meta\.(algorithms|maml)"
-    r"|optim\.(first_order|kronecker|second_order|sharpness_aware|torch_optim|transforms))\b"
+    r"|optim\.(first_order|kronecker|newton|second_order|sharpness_aware|torch_optim|transforms))\b"
 )
 
 

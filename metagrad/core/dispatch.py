@@ -30,11 +30,15 @@ class Dispatch(TorchFunctionMode):
 
     Args:
         table: The handler of each function. A handler takes the same arguments as its function.
+
+    Attributes:
+        has_handled: True once a function was replaced.
     """
 
     def __init__(self, table: Mapping[Callable[..., Any], Callable[..., Any]] | None = None) -> None:
         super().__init__()
         self.table = {} if table is None else table
+        self.has_handled: bool = False
         self._depth = 0
 
     def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,6 +53,7 @@ class Dispatch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         handler = self.table.get(func)
+        self.has_handled = self.has_handled or handler is not None
         self._depth += 1
         try:
             return (

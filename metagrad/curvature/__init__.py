@@ -9,6 +9,7 @@ from metagrad.curvature.operators.averaged import Averaged
 from metagrad.curvature.operators.fisher import fisher
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
+from metagrad.curvature.operators.jacobian import Jacobian, jacobian
 from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.curvature.solvers.nystrom import nystrom
@@ -24,6 +25,7 @@ __all__ = [
     "Density",
     "Eigenpairs",
     "Estimate",
+    "Jacobian",
     "LinearMap",
     "Operator",
     "ParameterSpace",
@@ -35,6 +37,7 @@ __all__ = [
     "fisher",
     "ggn",
     "hessian",
+    "jacobian",
     "log_determinant",
     "nystrom",
     "sample_probes",

@@ -5,11 +5,12 @@ from metagrad.optim.first_order.lion import Lion
 from metagrad.optim.kronecker.muon import Muon
 from metagrad.optim.kronecker.shampoo import Shampoo
 from metagrad.optim.kronecker.soap import SOAP
+from metagrad.optim.newton.gauss_newton import GaussNewton
+from metagrad.optim.newton.lbfgs import LBFGS
+from metagrad.optim.newton.least_squares import LeastSquares, LeastSquaresResult, least_squares
+from metagrad.optim.newton.newton import NewtonCG
 from metagrad.optim.second_order.adahessian import AdaHessian
 from metagrad.optim.second_order.kfac import KFAC
-from metagrad.optim.second_order.lbfgs import LBFGS
-from metagrad.optim.second_order.least_squares import LeastSquares, LeastSquaresResult, least_squares
-from metagrad.optim.second_order.newton import GaussNewton, NewtonCG
 from metagrad.optim.second_order.sophia import SophiaG, SophiaH
 from metagrad.optim.sharpness_aware import sharpness_aware
 from metagrad.optim.torch_optim.sparse_adam import SparseAdam

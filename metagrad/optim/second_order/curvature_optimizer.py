@@ -166,7 +166,7 @@ class CurvatureOptimizer(RuleOptimizer):
     differentiates_gradients = True
     """True if gradients are differentiated, which then keep their graph. False if outputs are."""
     _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
-    _noted: Sequence[RecordedLoss] = ()  # the losses computed while recording
+    _noted: list[RecordedLoss] | None = None  # the losses computed while recording
     grad_scale: Tensor | None  # set by GradScaler for the duration of a step
     found_inf: Tensor
 
@@ -237,7 +237,7 @@ class CurvatureOptimizer(RuleOptimizer):
             raise
         finally:
             mode.losses.clear()
-            self._noted = ()
+            self._noted = None
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         if hasattr(self, "found_inf"):
@@ -311,7 +311,7 @@ class CurvatureOptimizer(RuleOptimizer):
             loss, leaves, gradient, create_graph=create_graph, retain_graph=True, allow_unused=True
         )
         grads = {leaf: g for leaf, g in zip(leaves, found, strict=True) if g is not None}
-        losses = _weighted(loss, gradient, self._noted)
+        losses = _weighted(loss, gradient, self._noted or ())
         self._losses = [*self._losses, loss.detach()]
         outputs = [part.loss.output.detach() for part in losses]
         if is_finite(outputs):

@@ -11,7 +11,7 @@ from torch import nn
 
 from metagrad.curvature import Result
 from metagrad.optim import GaussNewton, NewtonCG
-from metagrad.optim.second_order.newton import BackwardPass, Curvature, conjugate_gradients
+from metagrad.optim.newton.newton import BackwardPass, Curvature, conjugate_gradients
 from tests.optim.second_order.problems import (
     I3,
     START,

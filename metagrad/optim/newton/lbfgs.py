@@ -13,8 +13,8 @@ from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import backward, linalg, to_list
 from metagrad.core.checks import check_choice, check_count
 from metagrad.core.tree import Params
+from metagrad.optim.newton.vector import VectorOptimizer, flat, split
 from metagrad.optim.second_order.curvature_optimizer import LossRecorder, options_of
-from metagrad.optim.second_order.vector import VectorOptimizer, flat, split
 from metagrad.optim.torch_optim.optimizer import ParameterGroups, ParamsWithGrad
 from metagrad.optim.torch_optim.state import PendingUpdate
 
@@ -33,7 +33,7 @@ class History:
     Example:
         One pair of a quadratic with the Hessian 4 determines the inverse Hessian:
 
-        >>> from metagrad.optim.second_order.lbfgs import History
+        >>> from metagrad.optim.newton.lbfgs import History
         >>> history = History.empty(torch.tensor([8.0]))
         >>> history.add(torch.tensor([1.0]), torch.tensor([4.0]), most=10)
         >>> history.direction(torch.tensor([8.0]))
@@ -384,7 +384,7 @@ def strong_wolfe(
         The point. If the conditions were not met, the point with the least value found, or ``start``.
 
     Example:
-        >>> from metagrad.optim.second_order.lbfgs import Point, strong_wolfe
+        >>> from metagrad.optim.newton.lbfgs import Point, strong_wolfe
         >>> strong_wolfe(lambda a: Point(a, (a - 3) ** 2, 2 * (a - 3)), Point(0.0, 9.0, -6.0))
         Point(length=1.0, value=4.0, slope=-4.0)
 

@@ -5,31 +5,20 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.recorded import JacobianGraph
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_choice
 from metagrad.core.tree import HALF, Params, widened
-from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.solvers.cg import ConjugateGradients
 from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.curvature.solvers.solution import Result
-from metagrad.optim.second_order.curvature_optimizer import (
-    LossGraph,
-    LossRecorder,
-    RecordedLoss,
-    WeightedLoss,
-    generators_of,
-    leaves_behind,
-    options_of,
-)
-from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal, signs_like
-from metagrad.optim.second_order.vector import (
+from metagrad.optim.newton.vector import (
     VectorOptimizer,
     flat,
     loss_of_before,
@@ -37,6 +26,15 @@ from metagrad.optim.second_order.vector import (
     split,
     without_gradients,
 )
+from metagrad.optim.second_order.curvature_optimizer import (
+    LossGraph,
+    LossRecorder,
+    WeightedLoss,
+    generators_of,
+    leaves_behind,
+    options_of,
+)
+from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal, signs_like
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsWithGrad, as_number
 from metagrad.optim.torch_optim.state import PendingUpdate
 
@@ -74,22 +72,24 @@ class Curvature:
     ) -> None:
         self._params, self._passes, self._matrix, self._scale = params, passes, matrix, scale
         self._is_half = any(p.dtype in HALF for p in params.values())
-        self._parts: list[tuple[JacobianGraph, WeightedLoss | None]] = []
-        for one in passes:
-            own = {key: p for key, p in params.items() if p in one.grads}
-            if own and matrix == "hessian":
+
+    @cached_property
+    def _parts(self) -> list[tuple[JacobianGraph, WeightedLoss | None]]:
+        parts: list[tuple[JacobianGraph, WeightedLoss | None]] = []
+        for one in self._passes:
+            own = {key: p for key, p in self._params.items() if p in one.grads}
+            if own and self._matrix == "hessian":
                 # Concatenate the gradients, because autograd checks every cotangent. So one is faster than one for
                 # each parameter.
                 with torch.enable_grad():
                     gradient = torch.cat([one.grads[p].reshape(-1) for p in own.values()])
-                self._parts.append((JacobianGraph("opt.step", [gradient], own), None))
+                parts.append((JacobianGraph("opt.step", [gradient], own), None))
             elif own:
                 for loss in one.losses:
                     behind = set(leaves_behind(loss.loss.output))
                     used = {key: p for key, p in own.items() if p in behind}
-                    self._parts += (
-                        [(JacobianGraph("opt.step", [loss.loss.output], used), loss)] if used else []
-                    )
+                    parts += [(JacobianGraph("opt.step", [loss.loss.output], used), loss)] if used else []
+        return parts
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Multiply a vector. In half precision it is scaled to size one, so that nothing underflows or overflows."""
@@ -180,7 +180,7 @@ def conjugate_gradients(
         max_steps: Maximum number of steps.
 
     Example:
-        >>> from metagrad.optim.second_order.newton import conjugate_gradients
+        >>> from metagrad.optim.newton.newton import conjugate_gradients
         >>> found = conjugate_gradients(lambda v: v * torch.tensor([1.0, 4.0]), torch.tensor([2.0, 4.0]))
         >>> found.x.round(decimals=4), round(found.model, 4)
         (tensor([2., 1.]), -4.0)
@@ -302,7 +302,7 @@ class NewtonCG(VectorOptimizer):
     ``backward`` does nothing. Losses of several backward passes add up. Most of the cost of a step are products with
     the curvature, which need less data than the gradient. ``opt.step(closure, curvature=part)`` takes the curvature
     from another closure, for a part of the data. For what all groups share, and for random numbers and buffers while
-    the closure is called again, see :class:`~metagrad.optim.second_order.vector.VectorOptimizer`.
+    the closure is called again, see :class:`~metagrad.optim.newton.vector.VectorOptimizer`.
 
     With a ``GradScaler`` there is no closure, hence nothing to adapt by: use ``adapt=False``,
     ``opt.backward(scaler.scale(loss))`` and ``scaler.step(opt)``. Gradients and curvature are unscaled.
@@ -437,41 +437,6 @@ class NewtonCG(VectorOptimizer):
         """Reset gradients, and forget the curvature taken with them."""
         if not self._is_moving:  # else a closure is called again, whose gradients are put back
             super().zero_grad(set_to_none)
-
-    def output_loss(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
-        r"""Evaluate a loss that :class:`GaussNewton` does not recognize, and record its Hessian.
-
-        Args:
-            loss_fn: Convex function of an output to its loss, of one element. It is called again for every product,
-                with the same output.
-            output: Output of the model, of any shape.
-
-        Returns:
-            ``loss_fn(output)``.
-
-        Example:
-            A Poisson regression, :math:`\ell = e^z - y z`:
-
-            >>> from metagrad.optim import GaussNewton
-            >>> x, y = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 4.0])
-            >>> w = torch.zeros(2, requires_grad=True)
-            >>> opt = GaussNewton([w])
-            >>> def closure():
-            ...     opt.zero_grad()
-            ...     loss = opt.output_loss(lambda z: (z.exp() - y * z).mean(), w[0] + w[1] * x)
-            ...     loss.backward()
-            ...     return loss
-            >>> for _ in range(8):
-            ...     loss = opt.step(closure)
-            >>> torch.allclose(w.exp(), torch.tensor([1.0, 2.0]), atol=1e-3)
-            True
-        """
-        if not self.notes_losses or not isinstance(self._noted, list):
-            return loss_fn(output)
-        own, count = output.view_as(output), len(self._noted)  # which has its own node in the graph
-        value = loss_fn(own)
-        self._noted[count:] = RecordedLoss.of(value, CustomOutputLoss(loss_fn, own))  # and none of its parts
-        return value
 
     def _matrix(self, group: Group) -> str:
         return "hessian"
@@ -662,129 +627,3 @@ class NewtonCG(VectorOptimizer):
             "length": length * (float(lr.max()) if isinstance(lr, Tensor) else lr),
             "direction": direction if length else "none",
         }
-
-
-class GaussNewton(NewtonCG):
-    r"""Optimize by the method of Levenberg and Marquardt, for losses whose curvature in the output is known.
-
-    .. math::
-        (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t \eta \, d_t
-
-    with the Jacobian :math:`J` of the model's outputs and the Hessian :math:`H_L` of the loss with respect to them.
-    For squared errors, this is nonlinear least squares. With ``matrix="fisher"``, :math:`H_L` is the Fisher matrix of
-    the likelihood that the loss is the negative logarithm of, which makes it natural gradient descent. Damping and
-    length are as in :class:`NewtonCG`. Marquardt rejects a step that does not descend, and solves again. Here the
-    products of the solve dominate the cost, so the direction is kept and the length is reduced.
-
-    The loss has to be computed inside the closure, or within ``with opt.recording():``. There, calls of
-    ``F.mse_loss``, ``F.cross_entropy``, ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and
-    ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded. Residuals ``r`` are ``F.mse_loss(r,
-    torch.zeros_like(r))``, a likelihood written by hand is :meth:`output_loss`, and
-    :func:`metagrad.optim.least_squares` fits residuals without a loop. Other parts of the loss, such as a penalty,
-    enter only the gradient.
-
-    Args:
-        params: Parameters, as of :class:`NewtonCG`.
-        lr: The factor :math:`\eta` of every step.
-        matrix: ``"ggn"``, the Gauss-Newton matrix, or ``"fisher"``, the exact Fisher matrix.
-        damping: :math:`\lambda_0`. A schedule of it is multiplied by the factor that follows from the ratios.
-        change: The factor of the damping, above 1.
-        **more: The other arguments of :class:`NewtonCG`.
-
-    Raises:
-        ValueError: A hyperparameter is out of its range, or parameters differ in dtype or device. In a step, the
-            loss contains no loss of known form.
-        TypeError: A parameter is complex, or a hyperparameter is not a number.
-
-    Example:
-        >>> from metagrad.optim import GaussNewton
-        >>> x, w = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5, 0.0], requires_grad=True)
-        >>> opt = GaussNewton([w])
-        >>> def closure():
-        ...     opt.zero_grad()
-        ...     loss = torch.nn.functional.mse_loss(w[0] * torch.exp(w[1] * x), 2 * torch.exp(-x))
-        ...     loss.backward()
-        ...     return loss
-        >>> for _ in range(12):
-        ...     loss = opt.step(closure)
-        >>> torch.allclose(w, torch.tensor([2.0, -1.0]), atol=1e-4)
-        True
-
-    References:
-        Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", J. SIAM 11(2), 1963;
-        Schraudolph, "Fast curvature matrix-vector products", Neural Computation 14(7), 2002; Amari, "Natural gradient
-        works efficiently in learning", Neural Computation 10(2), 1998; Martens, "New insights and perspectives on the
-        natural gradient method", JMLR 21, 2020.
-    """
-
-    notes_losses = True
-    differentiates_gradients = False
-    whole = "gauss_newton"
-
-    def __init__(
-        self,
-        params: ParameterGroups,
-        lr: float | Tensor = 1.0,
-        *,
-        matrix: Literal["ggn", "fisher"] = "ggn",
-        damping: float | Tensor = 1e-3,
-        change: float = 3.0,
-        **more: Any,
-    ) -> None:
-        self._more = {"matrix": matrix}
-        super().__init__(params, lr, damping=damping, change=change, **more)
-
-    def _matrix(self, group: Group) -> str:
-        return group["matrix"]
-
-    def _check_group(self, index: int) -> None:
-        super()._check_group(index)
-        check_choice("GaussNewton(params): matrix", self.param_groups[index]["matrix"], ("ggn", "fisher"))
-
-
-class CustomOutputLoss(OutputLoss):
-    r"""A loss of an output :math:`z`, given as a function. Each product with its Hessian differentiates it.
-
-    Its likelihood is unknown, so there is no Fisher matrix.
-
-    Args:
-        loss_fn: Function of an output to a loss of one element.
-        output: :math:`z`, on the autograd graph of the model.
-
-    Example:
-        >>> from metagrad.optim.second_order.newton import CustomOutputLoss
-        >>> loss = CustomOutputLoss(lambda z: (z**3).sum(), torch.tensor([1.0, 2.0]))
-        >>> loss.hessian_product(torch.ones(2))
-        tensor([ 6., 12.])
-    """
-
-    def __init__(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> None:
-        self._loss_fn = loss_fn
-        self.output = output
-        self.scale = output.new_ones(())
-        self.count = None
-
-    def hessian_product(self, vectors: Tensor) -> Tensor:
-        """Multiply by the Hessian."""
-        with torch.enable_grad():
-            z = self.output.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self._loss_fn(z), z, create_graph=True)
-            (product,) = graph_vjp([gradient], [z], [vectors])
-        return torch.zeros_like(z) if product is None else product
-
-    def fisher_product(self, vectors: Tensor) -> NoReturn:
-        """Raise ``ValueError``."""
-        self._refuse("Fisher matrix", 'Use matrix="ggn", which is the same where z are natural parameters')
-
-    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> NoReturn:
-        """Raise ``ValueError``."""
-        self._refuse("square root of the Fisher matrix", "Use one of the losses of torch.nn.functional")
-
-    def score(self, generator: torch.Generator | None) -> NoReturn:
-        """Raise ``ValueError``."""
-        self._refuse("distribution of labels", "Set preconditioner=None")
-
-    def _refuse(self, what: str, remedy: str) -> NoReturn:
-        raise ValueError(
-            f"output_loss(loss_fn, output): of a loss written by hand, the {what} is not known. {remedy}."
-        )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.optim import LBFGS
-from metagrad.optim.second_order.lbfgs import History
+from metagrad.optim.newton.lbfgs import History
 from tests.optim.second_order.problems import rosenbrock
 from tests.optim.torch_optim.cases import closure_of, run
 

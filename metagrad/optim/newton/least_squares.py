@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from metagrad.core._torch import backward, linalg
-from metagrad.core.checks import check_count, check_number
+from metagrad.core.checks import check_count, check_number, is_mapping
 from metagrad.curvature.solvers.solution import SolveError
-from metagrad.optim.second_order.newton import GaussNewton
-from metagrad.optim.second_order.vector import flat
+from metagrad.optim.newton.gauss_newton import GaussNewton
+from metagrad.optim.newton.vector import flat
 
 P = TypeVar("P", Tensor, dict[str, Tensor])
 
@@ -74,8 +75,12 @@ class LeastSquares(Generic[P]):
         return f"LeastSquares({self.result.name}: loss {self.loss:.3g} after {self.steps} steps)"
 
 
+class _Ended(Exception):  # noqa: N818
+    """Ends a step before it moves the parameters."""
+
+
 def least_squares(
-    residual_fn: Callable[[P], Tensor],
+    residual_fn: Callable[[P], Tensor] | Mapping[str, tuple[Any, ...]],
     params: P,
     *,
     max_steps: int = 100,
@@ -89,8 +94,8 @@ def least_squares(
 
     .. math:: \min_w \; f(w) = \tfrac{1}{2} \sum_i r_i(w)^2
 
-    by the steps of :class:`GaussNewton`, whose systems are solved by conjugate gradients: residuals and parameters
-    may be many, and no Jacobian is ever materialized. Tolerances mean the same as in
+    by the steps of :class:`GaussNewton`. Systems of few residuals or parameters are factorized, and larger ones are
+    solved by conjugate gradients, without a Jacobian in memory. Tolerances mean the same as in
     ``scipy.optimize.least_squares``. A tolerance below the precision of the dtype is replaced by that precision.
 
     There are no bounds and no robust losses. The value has no graph: for its derivative with respect to what the
@@ -98,7 +103,10 @@ def least_squares(
     ``preconditioner="diagonal"``.
 
     Args:
-        residual_fn: Deterministic function of parameters, in the form of ``params``, to residuals of any shape.
+        residual_fn: Deterministic function of parameters, in the form of ``params``, to residuals of any shape. Or
+            terms by name, ``{"equation": (fn, points), "boundary": (fn, points)}``, where ``fn(params, point)``
+            returns the residuals of one point, as for :meth:`GaussNewton.residuals`. Rows of the Jacobian are then
+            cheap, and systems are factorized up to 5,000 residuals or parameters.
         params: Initial parameters: a tensor, or a dict of tensors by name, of one dtype and device.
         max_steps: Maximum number of steps.
         ftol: Stop when a step lowers the loss by less than this, relative to the loss, and its model agrees.
@@ -138,45 +146,60 @@ def least_squares(
     variables = {key: p.detach().clone().requires_grad_() for key, p in given.items()}
     settings: dict[str, Any] = {"progress": None, "nonfinite": "skip", **options}
     opt = GaussNewton(list(variables.items()), **settings)
-
-    def shaped() -> P:
-        values = {key: p.detach() for key, p in variables.items()}
-        return cast(P, values["params"] if isinstance(params, Tensor) else values)
-
-    def half_of_squares() -> Tensor:
-        r = _checked(residual_fn(cast(P, variables["params"] if isinstance(params, Tensor) else variables)))
-        return F.mse_loss(r.reshape(-1), r.new_zeros(r.numel()), reduction="sum") / 2
+    terms = _terms(residual_fn, is_tensor=isinstance(params, Tensor))
+    before: tuple[float, Tensor] | None = None
+    loss, gradient, products, step, is_new = math.nan, math.nan, 0, 0, True
+    result = LeastSquaresResult.MAX_STEPS
 
     def closure() -> Tensor:
+        nonlocal before, loss, gradient, result, is_new
         opt.zero_grad()
-        loss = half_of_squares()
-        backward(loss)
-        return loss
+        parts = [opt.residuals(fn, *data, reduction="sum") for fn, *data in terms]
+        value = torch.stack(parts).sum() / 2
+        backward(value)
+        if is_new:  # the first call of a step, at the parameters of the step before
+            is_new = False
+            at = flat(p.detach() for p in variables.values())
+            slopes = flat(torch.zeros_like(p) if p.grad is None else p.grad for p in variables.values()).abs()
+            loss, gradient = float(value.detach()), float(slopes.max()) if slopes.numel() else 0.0
+            found = _ending(opt.stats, at, before, loss, gradient, ftol, xtol, gtol)
+            if found is not None or step == max_steps:
+                result = found or LeastSquaresResult.MAX_STEPS
+                raise _Ended
+            before = (loss, at)
+        return value
 
-    before, products, step = None, 0, 0
-    while True:
-        with torch.enable_grad():
-            value = half_of_squares()
-            grads = torch.autograd.grad(
-                value, list(variables.values()), allow_unused=True, materialize_grads=True
-            )
-        loss, slopes = float(value.detach()), flat(grads).abs()
-        gradient = float(slopes.max()) if slopes.numel() else 0.0
-        at = flat(p.detach() for p in variables.values())
-        result = _ending(opt.stats, at, before, loss, gradient, ftol, xtol, gtol)
-        if result is None and step == max_steps:
-            result = LeastSquaresResult.MAX_STEPS
-        if result is not None:
-            break
-        before = (loss, at)
-        opt.step(closure)
-        if opt.stats["skipped"]:
-            result = LeastSquaresResult.NON_FINITE
-            break
-        products, step = products + int(opt.stats["products"]), step + 1
+    with contextlib.suppress(_Ended):
+        while True:
+            is_new = True
+            opt.step(closure)
+            if opt.stats["skipped"]:
+                result = LeastSquaresResult.NON_FINITE
+                break
+            products, step = products + int(opt.stats["products"]), step + 1
     if throw and not result.is_success:
         raise SolveError(f"least_squares, after {step} steps at a loss of {loss:.3g}: {result.value}")
-    return LeastSquares(shaped(), result, loss, gradient, step, products)
+    values = {key: p.detach() for key, p in variables.items()}
+    value = cast(P, values["params"] if isinstance(params, Tensor) else values)
+    return LeastSquares(value, result, loss, gradient, step, products)
+
+
+def _terms(residual_fn: Any, *, is_tensor: bool) -> list[tuple[Any, ...]]:
+    """Return functions of parameters by name, each with its data."""
+    given: list[Any] = list(residual_fn.values()) if is_mapping(residual_fn) else [(residual_fn,)]
+    if not given or not all(isinstance(term, tuple) for term in given):
+        raise TypeError(
+            "least_squares: residual_fn must be a function of parameters, or a dict of tuples (fn, *data), got "
+            f"{residual_fn!r}."
+        )
+
+    def by_name(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def of_tensor(values: dict[str, Tensor], *data: Any) -> Tensor:
+            return fn(values["params"], *data)
+
+        return of_tensor if is_tensor else fn
+
+    return [(by_name(fn), *data) for fn, *data in given]
 
 
 def _ending(
@@ -207,17 +230,3 @@ def _ending(
     if agrees and float(linalg.vector_norm(at - old)) < xtol * (xtol + float(linalg.vector_norm(at))):
         return LeastSquaresResult.STEP
     return None
-
-
-def _checked(residuals: object) -> Tensor:
-    if not isinstance(residuals, Tensor) or not residuals.is_floating_point():
-        found = residuals.dtype if isinstance(residuals, Tensor) else type(residuals).__name__
-        raise TypeError(
-            f"least_squares: residual_fn must return a real floating point tensor of residuals, got {found}."
-        )
-    if torch.is_grad_enabled() and not residuals.requires_grad:
-        raise ValueError(
-            "least_squares: the residuals do not depend on the parameters that residual_fn was given. Compute them "
-            "of these, by torch operations, without detach() or numpy."
-        )
-    return residuals

@@ -1,0 +1,242 @@
+"""Residuals with the rows of their Jacobian, and dense Gauss-Newton systems made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.derivatives.recorded import JacobianGraph
+from metagrad.core._torch import Function, linalg
+from metagrad.core.tree import Params
+from metagrad.curvature.likelihoods.output_losses import Gaussian
+from metagrad.curvature.operators.jacobian import Examples
+from metagrad.curvature.solvers.implicit import refuse_derivatives
+from metagrad.optim.newton.vector import split
+
+LARGEST = 5000
+"""Limit of ``solver="auto"``: a dense system has at most this number of residuals or of parameters."""
+LARGEST_WHOLE = 500
+"""The same for residuals that are one function of the parameters, whose rows cost a product each."""
+MOST_BYTES = 2**30
+"""Limit of ``solver="auto"``: the Jacobian of a dense system has at most this number of bytes in float64."""
+_ONCE = (
+    "opt.residuals(fn, *data): the gradient of a dense system has no derivative. Compute a loss of it with "
+    'residuals of its own, or set solver="cg".'
+)
+_CHUNK = 2**28  # bytes of rows that are computed together
+_DIFFERENCE = 0.1  # part of a step over which the second derivative along it is taken
+_LONGEST = 0.75  # length of an acceleration that is used, relative to the step
+_FLOOR = (
+    1e-15  # damping, relative to the largest diagonal element, below which a factorization is only rounding
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals(Gaussian):
+    """The loss of residuals that are a known function of the parameters.
+
+    Attributes:
+        fn: ``fn(params, *example)`` returns the residuals of one example.
+        examples: The function with its examples. None for ``fn(params)``, which returns all residuals.
+        params: All parameters by name, at the values of the step.
+    """
+
+    fn: Callable[..., Tensor] = field(kw_only=True)
+    examples: Examples | None = field(kw_only=True)
+    params: Mapping[str, Tensor] = field(kw_only=True)
+
+    @property
+    def are_few(self) -> bool:
+        """Whether ``solver="auto"`` makes a dense system of the residuals."""
+        count, size = self.output.numel(), sum(p.numel() for p in self.moving.values())
+        largest = LARGEST_WHOLE if self.examples is None else LARGEST
+        return min(count, size) <= largest and 8 * count * size <= MOST_BYTES
+
+    @property
+    def moving(self) -> Params:
+        """The parameters that require grad."""
+        return {name: p for name, p in self.params.items() if p.requires_grad}
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The Jacobian with respect to the parameters that require grad, ``[residuals, n]``."""
+        if self.examples is not None:
+            return self.examples.rows(self.moving, self.output.numel(), _CHUNK, self.params)
+        return _rows_of_graph(self.output, self.moving)
+
+    def columns(self, params: Params) -> Tensor:
+        """Return the columns of the Jacobian for some parameters."""
+        own = self.moving
+        if list(own) == list(params):
+            return self.rows
+        parts = dict(zip(own, self.rows.split([p.numel() for p in own.values()], 1), strict=True))
+        return torch.cat([parts[name] for name in params], 1)
+
+    def at(self, params: Mapping[str, Tensor]) -> Tensor:
+        """Return the residuals at other values of some parameters, without a graph."""
+        with torch.no_grad():
+            return evaluated(self.fn, self.examples, {**self.params, **params})
+
+    def value(self) -> Tensor:
+        """Return the loss, whose gradient is computed from the rows if the residuals have no graph."""
+        if self.output.requires_grad:
+            return self.scale * self.output.square().sum()
+        return _SumOfSquares.apply(self, *self.moving.values())
+
+    def with_graph(self) -> Residuals:
+        """Return the loss with the graph of its residuals, for products."""
+        if self.output.requires_grad:
+            return self
+        with torch.enable_grad():
+            return replace(self, output=evaluated(self.fn, self.examples, self.params))
+
+
+def evaluated(fn: Callable[..., Tensor], examples: Examples | None, params: Mapping[str, Tensor]) -> Tensor:
+    """Return all residuals."""
+    return fn(params) if examples is None else examples.values(params)
+
+
+def _rows_of_graph(output: Tensor, params: Params) -> Tensor:
+    """Compute the rows by as many products as there are residuals, or parameters if they are fewer."""
+    count, size = output.numel(), sum(p.numel() for p in params.values())
+    graph = JacobianGraph("opt.residuals(fn)", [output], params)
+    identity = torch.eye(min(count, size), dtype=output.dtype, device=output.device)
+    if count <= size:
+        parts = graph.pull([identity.view(count, *output.shape)], True)
+        return torch.cat([part.flatten(1) for part in parts], 1)
+    parts = zip(identity.split([p.numel() for p in params.values()], 1), params.values(), strict=True)
+    (columns,) = graph.push([part.reshape(size, *p.shape) for part, p in parts], True)
+    return columns.flatten(1).mT
+
+
+class _SumOfSquares(Function):
+    @staticmethod
+    def forward(ctx: Any, known: Residuals, *params: Tensor) -> Tensor:
+        ctx.known = known
+        ctx.save_for_backward(*params)
+        return known.scale * known.output.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        params, known = ctx.saved_tensors, ctx.known
+        gradient = known.rows.mT @ (2 * g * known.scale * known.output.reshape(-1))
+        parts = gradient.split([p.numel() for p in params])
+        return None, *(
+            refuse_derivatives(part.view(p.shape), _ONCE, p) for part, p in zip(parts, params, strict=True)
+        )
+
+
+class Term(NamedTuple):
+    """Residuals in a loss, and the derivative of the loss with respect to their mean square."""
+
+    residuals: Residuals
+    weight: float
+
+
+class DenseSystem:
+    r"""The Gauss-Newton system of residuals, solved in the smaller of its two spaces.
+
+    .. math:: (J^\top J + \lambda I)^{-1} J^\top = J^\top (J J^\top + \lambda I)^{-1}
+
+    Residuals and rows are scaled such that the loss is :math:`|r|^2 / 2`. They are float64, because
+    :math:`J^\top J` squares the condition number of :math:`J`.
+
+    Args:
+        terms: The residuals.
+        params: The parameters that move, by name.
+        g: Gradient of the objective, ``[n]``.
+        decay: Factor of the parameters' penalty.
+        moves: Whether each coordinate moves, ``[n]``. None if all do.
+
+    Attributes:
+        is_complete: True if the residuals are the whole objective.
+        floor: Smallest damping whose system is not only rounding.
+    """
+
+    def __init__(
+        self, terms: Sequence[Term], params: Params, g: Tensor, decay: float, moves: Tensor | None = None
+    ) -> None:
+        self._terms, self._params, self._g, self._decay = terms, params, g.double(), decay
+        self._roots = [_root(term) for term in terms]
+        self.values = self._scaled([term.residuals.output.detach() for term in terms])
+        parts = [term.residuals.columns(params).double() for term in terms]
+        self.rows = torch.cat([root[:, None] * rows for root, rows in zip(self._roots, parts, strict=True)])
+        if moves is not None:
+            self.rows *= moves
+        self.is_complete: bool = decay == 0 and self._has_all_of(g)
+        self._is_by_rows = self.is_complete and len(self.rows) < self.rows.shape[1]
+        self._matrix = self.rows @ self.rows.mT if self._is_by_rows else self.rows.mT @ self.rows
+        if decay:
+            self._matrix.diagonal().add_(decay)
+        self.floor: float = _FLOOR * float(self._matrix.diagonal().max())
+
+    def factorize(self, damping: float) -> bool:
+        """Factorize the damped matrix, and return whether it is positive definite."""
+        damped = self._matrix.clone()
+        damped.diagonal().add_(damping)
+        self._factor, info = linalg.cholesky_ex(damped)
+        return int(info) == 0
+
+    def direction(self) -> Tensor:
+        """Return the step of the factorized system, ``[n]``."""
+        if self._is_by_rows:
+            return -(self.rows.mT @ self._solve(self.values))
+        return -self._solve(self._g)
+
+    def acceleration(self, w: Tensor, d: Tensor) -> Tensor:
+        r"""Return the geodesic acceleration of a step, or zeros if it is too long to be trusted.
+
+        .. math:: a = -\tfrac{1}{2} (J^\top J + \lambda I)^{-1} J^\top r_{dd}, \qquad
+                  r_{dd} \approx \frac{2}{h} \left( \frac{r(w + h d) - r(w)}{h} - J d \right)
+
+        References:
+            Transtrum, Sethna, "Improvements to the Levenberg-Marquardt algorithm for nonlinear least-squares
+            minimization", arXiv:1201.5885, 2012, section 3.
+        """
+        h = _DIFFERENCE
+        curved = 2 / h * ((self.at(w + h * d) - self.values) / h - self.rows @ d)
+        solved = (
+            self.rows.mT @ self._solve(curved) if self._is_by_rows else self._solve(self.rows.mT @ curved)
+        )
+        a = -solved / 2
+        is_trusted = linalg.vector_norm(a) <= _LONGEST * linalg.vector_norm(d)
+        return torch.where(is_trusted, a, 0.0)
+
+    def predicted(self, step: Tensor) -> float:
+        """Return the change of the objective that its quadratic model predicts."""
+        moved = self.rows @ step
+        return float(self._g.dot(step) + (moved.dot(moved) + self._decay * step.dot(step)) / 2)
+
+    def at(self, w: Tensor) -> Tensor:
+        """Return the scaled residuals at a vector of parameters."""
+        values = {key: part.to(self._params[key].dtype) for key, part in split(w, self._params).items()}
+        return self._scaled([term.residuals.at(values) for term in self._terms])
+
+    def loss(self, w: Tensor) -> float:
+        """Return the loss of the residuals at a vector of parameters."""
+        values = self.at(w)
+        return float(values.dot(values)) / 2
+
+    def _solve(self, b: Tensor) -> Tensor:
+        return torch.cholesky_solve(b[:, None], self._factor)[:, 0]
+
+    def _scaled(self, values: Sequence[Tensor]) -> Tensor:
+        flat = [root * each.reshape(-1) for root, each in zip(self._roots, values, strict=True)]
+        return torch.cat(flat)
+
+    def _has_all_of(self, g: Tensor) -> bool:
+        """Return whether the residuals have a gradient, up to rounding."""
+        rounding = torch.finfo(g.dtype).eps ** 0.5 * (self.rows.abs().mT @ self.values.abs())
+        return bool(((self.rows.mT @ self.values - self._g).abs() <= rounding).all())
+
+
+def _root(term: Term) -> Tensor:
+    """Return the factor of each residual whose square is the curvature of the loss, float64 ``[residuals]``."""
+    output = term.residuals.output
+    curvature = term.residuals.hessian_product(torch.ones_like(output)).detach()
+    return (term.weight * curvature.double()).sqrt().reshape(-1)

@@ -1,0 +1,390 @@
+"""The method of Gauss and Newton with adaptive damping, by dense factorizations or conjugate gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.core.checks import check_choice, check_function, is_a
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.operators.jacobian import Examples
+from metagrad.curvature.solvers.solution import Result
+from metagrad.optim.newton.dense import (
+    DenseSystem,
+    Residuals,
+    Term,
+    evaluated,
+)
+from metagrad.optim.newton.newton import (
+    LEAST_FACTOR,
+    MOST_FACTOR,
+    BackwardPass,
+    NewtonCG,
+    Objective,
+    Problem,
+)
+from metagrad.optim.newton.vector import split
+from metagrad.optim.second_order.curvature_optimizer import RecordedLoss
+from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsWithGrad
+from metagrad.optim.torch_optim.state import PendingUpdate
+
+_REFUSALS = 60  # of steps that do not descend, in one step of the optimizer
+_MORE = 2.0  # factor of the damping after a step that does not descend
+
+
+class GaussNewton(NewtonCG):
+    r"""Optimize by the method of Levenberg and Marquardt, for losses whose curvature in the output is known.
+
+    .. math::
+        (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t \eta \, d_t
+
+    with the Jacobian :math:`J` of the model's outputs and the Hessian :math:`H_L` of the loss with respect to them.
+    For squared errors, this is nonlinear least squares. With ``matrix="fisher"``, :math:`H_L` is the Fisher matrix of
+    the likelihood that the loss is the negative logarithm of, which makes it natural gradient descent.
+
+    ``solver="dense"`` factorizes the system, in float64 and in the smaller of its two spaces. A step that does not
+    descend is rejected, and the system is factorized again with more damping. This needs rows of the Jacobian, so
+    losses must come from :meth:`residuals`. With ``geodesic``, the step follows the curvature of the residuals, at
+    the cost of one evaluation of them. For a few thousand parameters or residuals, a dense step costs less than a
+    handful of products. It is exact where conjugate gradients end early.
+
+    With ``solver="cg"``, damping and length are as in :class:`NewtonCG`. Products dominate the cost, so the direction
+    of a step that does not descend is kept, and its length is reduced.
+
+    The loss has to be computed inside the closure, or within ``with opt.recording():``. There, calls of
+    ``F.mse_loss``, ``F.cross_entropy``, ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and
+    ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded. Residuals ``r`` are ``F.mse_loss(r,
+    torch.zeros_like(r))`` or :meth:`residuals`, a likelihood written by hand is :meth:`output_loss`, and
+    :func:`metagrad.optim.least_squares` fits residuals without a loop. Other parts of the loss, such as a penalty,
+    enter only the gradient.
+
+    Args:
+        params: Parameters, as of :class:`NewtonCG`.
+        lr: The factor :math:`\eta` of every step.
+        matrix: ``"ggn"``, the Gauss-Newton matrix, or ``"fisher"``, the exact Fisher matrix.
+        damping: :math:`\lambda_0`. A schedule of it is multiplied by the factor that follows from the ratios.
+        change: The factor of the damping, above 1. A dense step that is rejected doubles the damping.
+        solver: ``"dense"``, ``"cg"`` or ``"auto"``. ``"auto"`` is dense if all losses of known form come from
+            :meth:`residuals`, and their Jacobian takes at most 1 GiB. There must be at most 5,000 residuals or at
+            most 5,000 parameters. For a function without examples it is 500.
+        geodesic: Whether a dense step is accelerated.
+        **more: The other arguments of :class:`NewtonCG`. Dense steps use no option of conjugate
+            gradients.
+
+    Raises:
+        ValueError: A hyperparameter is out of its range, or parameters differ in dtype or device. In a step, the
+            loss contains no loss of known form.
+        TypeError: A parameter is complex, or a hyperparameter is not a number.
+
+    Example:
+        >>> from metagrad.optim import GaussNewton
+        >>> x, w = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5, 0.0], requires_grad=True)
+        >>> opt = GaussNewton([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = torch.nn.functional.mse_loss(w[0] * torch.exp(w[1] * x), 2 * torch.exp(-x))
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(12):
+        ...     loss = opt.step(closure)
+        >>> torch.allclose(w, torch.tensor([2.0, -1.0]), atol=1e-4)
+        True
+
+    References:
+        Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", J. SIAM 11(2), 1963;
+        Schraudolph, "Fast curvature matrix-vector products", Neural Computation 14(7), 2002; Amari, "Natural gradient
+        works efficiently in learning", Neural Computation 10(2), 1998; Martens, "New insights and perspectives on the
+        natural gradient method", JMLR 21, 2020.
+    """
+
+    notes_losses = True
+    differentiates_gradients = False
+    whole = "gauss_newton"
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 1.0,
+        *,
+        matrix: Literal["ggn", "fisher"] = "ggn",
+        damping: float | Tensor = 1e-3,
+        change: float = 3.0,
+        solver: Literal["auto", "dense", "cg"] = "auto",
+        geodesic: bool = True,
+        **more: Any,
+    ) -> None:
+        self._more = {"matrix": matrix, "solver": solver, "geodesic": geodesic}
+        super().__init__(params, lr, damping=damping, change=change, **more)
+
+    def output_loss(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
+        r"""Evaluate a loss that :class:`GaussNewton` does not recognize, and record its Hessian.
+
+        Args:
+            loss_fn: Convex function of an output to its loss, of one element. It is called again for every product,
+                with the same output.
+            output: Output of the model, of any shape.
+
+        Returns:
+            ``loss_fn(output)``.
+
+        Example:
+            A Poisson regression, :math:`\ell = e^z - y z`:
+
+            >>> from metagrad.optim import GaussNewton
+            >>> x, y = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 4.0])
+            >>> w = torch.zeros(2, requires_grad=True)
+            >>> opt = GaussNewton([w])
+            >>> def closure():
+            ...     opt.zero_grad()
+            ...     loss = opt.output_loss(lambda z: (z.exp() - y * z).mean(), w[0] + w[1] * x)
+            ...     loss.backward()
+            ...     return loss
+            >>> for _ in range(8):
+            ...     loss = opt.step(closure)
+            >>> torch.allclose(w.exp(), torch.tensor([1.0, 2.0]), atol=1e-3)
+            True
+        """
+        if self._noted is None:
+            return loss_fn(output)
+        own, count = output.view_as(output), len(self._noted)  # which has its own node in the graph
+        value = loss_fn(own)
+        self._noted[count:] = RecordedLoss.of(value, CustomOutputLoss(loss_fn, own))  # and none of its parts
+        return value
+
+    def residuals(
+        self, fn: Callable[..., Tensor], *data: Any, reduction: Literal["mean", "sum"] = "mean"
+    ) -> Tensor:
+        """Evaluate the mean square of residuals, and record how their Jacobian is computed.
+
+        Args:
+            fn: ``fn(params, *example)`` returns the residuals of one example, a tensor of any shape. ``params`` are
+                all parameters of the optimizer by name. It may differentiate with respect to the example, by
+                ``torch.func.grad``. Without ``data``, ``fn(params)`` returns all residuals.
+            *data: Tensors or pytrees of tensors, whose first dimension counts the examples.
+            reduction: ``"mean"`` or ``"sum"`` of the squares.
+
+        Returns:
+            The mean or sum of the squares, a scalar.
+
+        Raises:
+            ValueError: Parameters of the optimizer have no names. The tensors of ``data`` differ in their first
+                dimension.
+
+        Example:
+            Solve u' = -u on [0, 1] with u(0) = 1:
+
+            >>> from metagrad.optim import GaussNewton
+            >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+            >>> opt = GaussNewton(net.named_parameters())
+            >>> def u(params, x): return torch.func.functional_call(net, params, x[None])[0]
+            >>> def ode(params, x): return torch.func.grad(u, argnums=1)(params, x) + u(params, x)
+            >>> x = torch.linspace(0, 1, 20, dtype=torch.float64)
+            >>> def closure():
+            ...     opt.zero_grad()
+            ...     loss = opt.residuals(ode, x) + opt.residuals(lambda p, x: u(p, x) - 1, x[:1])
+            ...     loss.backward()
+            ...     return loss
+            >>> for _ in range(40):
+            ...     loss = opt.step(closure)
+            >>> bool((net(x[:, None])[:, 0] - torch.exp(-x)).abs().max() < 1e-4)
+            True
+        """
+        call = "opt.residuals(fn, *data)"
+        check_function(call, "fn", fn)
+        params = {key: p for key, (_, p) in self._groups_by_name().items()}
+        if any(key.startswith("param_groups[") for key in params):
+            raise ValueError(
+                f"{call}: fn takes the parameters by name, and some have none. Make the optimizer by "
+                "GaussNewton(model.named_parameters())."
+            )
+        check_choice(f"{call}: reduction", reduction, ("mean", "sum"))
+        examples = Examples(call, fn, data) if data else None
+        solver, noted = self.param_groups[0]["solver"], self._noted
+        needs_graph = (
+            not self._is_moving or noted is not None
+        )  # else the closure is called again for its value
+        if noted is not None and solver != "cg" and examples is not None:
+            needs_graph = False  # rows give the gradient
+        with torch.set_grad_enabled(torch.is_grad_enabled() and needs_graph):
+            output: object = evaluated(fn, examples, params)
+        if not is_a(output, Tensor) or not output.is_floating_point():
+            got = output.dtype if is_a(output, Tensor) else type(output).__name__
+            raise TypeError(f"{call}: fn must return a real floating point tensor of residuals, got {got}.")
+        if noted is not None and examples is None and not output.requires_grad:
+            raise ValueError(
+                f"{call}: the residuals do not depend on the parameters that fn was given. Compute them of these, by "
+                "torch operations, without detach() or numpy."
+            )
+        divisor = output.numel() if reduction == "mean" else 1
+        if noted is None:
+            return output.square().sum() / divisor
+        scale, two = output.new_full((), 1 / max(divisor, 1)), output.new_full((), 2.0)
+        known = Residuals(output, scale, two, fn=fn, examples=examples, params=params)
+        if solver == "auto" and not known.are_few:
+            known = known.with_graph()
+        value = known.value()
+        noted += RecordedLoss.of(value, known)
+        return value
+
+    def _matrix(self, group: Group) -> str:
+        return group["matrix"]
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        group, call = self.param_groups[index], "GaussNewton(params)"
+        check_choice(f"{call}: matrix", group["matrix"], ("ggn", "fisher"))
+        check_choice(f"{call}: solver", group["solver"], ("auto", "dense", "cg"))
+        if group["solver"] == "dense" and group["maximize"]:
+            raise ValueError(f'{call}: solver="dense" minimizes squares, so maximize must be False.')
+
+    def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
+        problem = self._problem(work)
+        terms = self._terms(problem)
+        if terms is None:
+            self._passes = [_with_graphs(one) for one in self._passes or ()]
+            yield from super()._updates(work)
+        else:
+            yield self._dense_update(problem, terms)
+
+    def _terms(self, problem: Problem) -> list[Term] | None:
+        """Return the residuals of a dense system, or None for conjugate gradients."""
+        solver = self.param_groups[0]["solver"]
+        if solver == "cg":
+            return None
+        losses = [loss for one in self._passes or () for loss in one.losses]
+        residuals = [Term(known, float(weight)) for known, weight in losses if isinstance(known, Residuals)]
+        reason = self._without_dense(problem, residuals, len(losses))
+        if reason is not None and solver == "dense":
+            raise ValueError(f'GaussNewton(solver="dense").step: {reason}, or set solver="auto".')
+        are_few = all(term.residuals.are_few for term in residuals)
+        return residuals if reason is None and (are_few or solver == "dense") else None
+
+    def _without_dense(self, problem: Problem, terms: list[Term], num_losses: int) -> str | None:
+        """Return why there is no dense system, and what to do."""
+        if not terms or len(terms) < num_losses:
+            return "the rows of a loss of known form are not known. Compute it by opt.residuals(fn, *data)"
+        if any(term.weight < 0 for term in terms):
+            return "a sum of squares has a negative weight. Make all weights positive"
+        if isinstance(problem.decay, Tensor) or isinstance(self._column("damping", problem.params), Tensor):
+            return "groups differ in damping or weight_decay. Give all groups the same"
+        if self._curved is not None or hasattr(self, "found_inf") or self.param_groups[0]["maximize"]:
+            return "curvature=, GradScaler and maximize need products. Leave them out"
+        return None
+
+    def _dense_update(self, problem: Problem, terms: list[Term]) -> PendingUpdate:
+        """Factorize with more and more damping until a step descends."""
+        params, group, lr = problem.params, self.param_groups[0], problem.lr
+        number, factor, added, _ = self._resumed(params)
+        system = DenseSystem(
+            terms, params, problem.g, float(problem.decay), lr != 0 if isinstance(lr, Tensor) else None
+        )
+        objective, base = self._objective(problem), float(group["damping"])
+        if system.is_complete:  # then the closure need not be called again
+            objective = Objective(objective.before, system.loss, torch.finfo(problem.w.dtype).eps)
+        run = self._descended(problem, system, objective, base * factor + added)
+        factor, added = (run.damping / base, 0.0) if base else (1.0, run.damping)
+        factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
+        rate = float(lr.max()) if isinstance(lr, Tensor) else lr
+        told = {
+            "steps": run.solves,
+            "products": 0,
+            "ending": Result.CONVERGED.name,
+            "ratio": run.ratio,
+            "length": 0.0 if run.step is None else rate,
+            "direction": "none" if run.step is None else self.whole,
+        }
+        self._found = ((factor, added), told)
+        states = {key: {"step": number + 1, "factor": factor, "added": added} for key in params}
+        moved = {} if run.step is None else split((problem.w + run.step).to(problem.w.dtype), params)
+        return PendingUpdate(params, moved, states)
+
+    def _descended(
+        self, problem: Problem, system: DenseSystem, objective: Objective, damping: float
+    ) -> DenseRun:
+        group, w, ratio = self.param_groups[0], problem.w.double(), math.nan
+        for solves in range(1, _REFUSALS + 1):
+            damping = max(damping, system.floor)
+            if system.factorize(damping):
+                d = system.direction()
+                a = system.acceleration(w, d) if group["geodesic"] else torch.zeros_like(d)
+                step = problem.lr * (d + a)
+                if not group["adapt"]:
+                    return DenseRun(step, damping, ratio, solves)
+                ratio = objective.ratio(objective.evaluate(w + step), system.predicted(problem.lr * d))
+                if ratio > 0:
+                    # After a rejected step, less damping would be rejected again.
+                    change = group["change"] if solves == 1 else 1.0
+                    return DenseRun(step, damping / change, ratio, solves)
+            damping *= _MORE
+        return DenseRun(None, damping, ratio, _REFUSALS)
+
+
+def _with_graphs(one: BackwardPass) -> BackwardPass:
+    """Give residuals their graphs, which a dense system does without."""
+    losses = [
+        loss._replace(loss=loss.loss.with_graph()) if isinstance(loss.loss, Residuals) else loss
+        for loss in one.losses
+    ]
+    return one._replace(losses=losses)
+
+
+class DenseRun(NamedTuple):
+    """A dense step and the next damping."""
+
+    step: Tensor | None  # None if no damping made it descend
+    damping: float  # of the next step
+    ratio: float  # of the reductions of loss and model
+    solves: int
+
+
+class CustomOutputLoss(OutputLoss):
+    r"""A loss of an output :math:`z`, given as a function. Each product with its Hessian differentiates it.
+
+    Its likelihood is unknown, so there is no Fisher matrix.
+
+    Args:
+        loss_fn: Function of an output to a loss of one element.
+        output: :math:`z`, on the autograd graph of the model.
+
+    Example:
+        >>> from metagrad.optim.newton.gauss_newton import CustomOutputLoss
+        >>> loss = CustomOutputLoss(lambda z: (z**3).sum(), torch.tensor([1.0, 2.0]))
+        >>> loss.hessian_product(torch.ones(2))
+        tensor([ 6., 12.])
+    """
+
+    def __init__(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> None:
+        self._loss_fn = loss_fn
+        self.output = output
+        self.scale = output.new_ones(())
+        self.count = None
+
+    def hessian_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Hessian."""
+        with torch.enable_grad():
+            z = self.output.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self._loss_fn(z), z, create_graph=True)
+            (product,) = graph_vjp([gradient], [z], [vectors])
+        return torch.zeros_like(z) if product is None else product
+
+    def fisher_product(self, vectors: Tensor) -> NoReturn:
+        """Raise ``ValueError``."""
+        self._refuse("Fisher matrix", 'Use matrix="ggn", which is the same where z are natural parameters')
+
+    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> NoReturn:
+        """Raise ``ValueError``."""
+        self._refuse("square root of the Fisher matrix", "Use one of the losses of torch.nn.functional")
+
+    def score(self, generator: torch.Generator | None) -> NoReturn:
+        """Raise ``ValueError``."""
+        self._refuse("distribution of labels", "Set preconditioner=None")
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise ValueError(
+            f"output_loss(loss_fn, output): of a loss written by hand, the {what} is not known. {remedy}."
+        )
