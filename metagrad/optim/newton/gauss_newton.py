@@ -382,7 +382,7 @@ class CustomOutputLoss(OutputLoss):
 
     def score(self, generator: torch.Generator | None) -> NoReturn:
         """Raise ``ValueError``."""
-        self._refuse("distribution of labels", "Set preconditioner=None")
+        self._refuse("distribution of labels", "Use one of the losses of torch.nn.functional")
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise ValueError(

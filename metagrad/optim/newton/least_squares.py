@@ -99,8 +99,7 @@ def least_squares(
     ``scipy.optimize.least_squares``. A tolerance below the precision of the dtype is replaced by that precision.
 
     There are no bounds and no robust losses. The value has no graph: for its derivative with respect to what the
-    residuals depend on, see :func:`metagrad.hypergradient`. If scales of parameters are very different, use
-    ``preconditioner="diagonal"``.
+    residuals depend on, see :func:`metagrad.hypergradient`.
 
     Args:
         residual_fn: Deterministic function of parameters, in the form of ``params``, to residuals of any shape. Or

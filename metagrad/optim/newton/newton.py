@@ -13,7 +13,6 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import JacobianGraph
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_choice
 from metagrad.core.tree import HALF, Params, widened
 from metagrad.curvature.solvers.cg import ConjugateGradients
 from metagrad.curvature.solvers.iteration import RESULTS
@@ -30,11 +29,9 @@ from metagrad.optim.second_order.curvature_optimizer import (
     LossGraph,
     LossRecorder,
     WeightedLoss,
-    generators_of,
     leaves_behind,
     options_of,
 )
-from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal, signs_like
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsWithGrad, as_number
 from metagrad.optim.torch_optim.state import PendingUpdate
 
@@ -45,7 +42,6 @@ LEAST_FACTOR, MOST_FACTOR = 1e-10, 1e10
 _SUFFICIENT = 1e-4  # share of the slope that a line search must achieve
 _HALVINGS = 30
 _FIRST = 0.1  # share of the curvature along a step that becomes the damping if it was 0
-_EXPONENT = 0.75  # of Martens' preconditioner. 1 would be Jacobi's, which trusts the estimate more
 
 
 class BackwardPass(NamedTuple):
@@ -126,22 +122,6 @@ class Curvature:
             pushed = loss.weight.abs() * loss.loss.fisher_product(pushed)
         return recorded.pull([pushed])
 
-    def diagonal(self, samples: int, generator: Callable[[torch.device], torch.Generator]) -> Tensor:
-        """Estimate the diagonal: of a Hessian by probes, of other matrices by labels sampled from the model."""
-        like = flat(self._params.values())
-        total = torch.zeros_like(like)
-        if self._matrix == "hessian":
-            for _ in range(samples):
-                z = signs_like(like, generator(like.device))
-                total += z * (self @ z) / samples
-            return total
-        for one in self._passes:
-            own = {key: p for key, p in self._params.items() if p in one.grads}
-            found = gauss_newton_diagonal(list(own.values()), one.losses, generator, samples)
-            estimates = dict(zip(own, found, strict=True))
-            total += flat(estimates.get(key, torch.zeros_like(p)) for key, p in self._params.items())
-        return self._scale * total
-
 
 class Solved(NamedTuple):
     """The result of conjugate gradients."""
@@ -158,7 +138,6 @@ def conjugate_gradients(
     b: Tensor,
     *,
     x0: Tensor | None = None,
-    metric: Tensor | None = None,
     rtol: float = 1e-10,
     progress: float | None = None,
     max_steps: int = 250,
@@ -173,7 +152,6 @@ def conjugate_gradients(
         multiply: Multiplies a vector with A.
         b: The right-hand side.
         x0: Initial solution, unless it is worse than 0.
-        metric: The diagonal of a preconditioner that is like A, above 0. The residual that ends a solve is the same.
         rtol: Relative tolerance of the residual, at least the precision of the dtype.
         progress: Stop at step i when :math:`\phi` fell by less than :math:`k \epsilon |\phi|` in the last
             :math:`k = \max(10, i / 10)` steps. None disables this rule.
@@ -195,17 +173,12 @@ def conjugate_gradients(
         residual, spent = b - multiply(x0), 1
         if float(x0.dot(b + residual)) > 0:
             x, r = x0, residual
-    is_sound = torch.tensor([True], device=b.device)
-    if metric is not None:
-        is_sound = metric.isfinite().all().reshape(1)
-        metric = torch.where(is_sound, metric, 1.0)
     run = ConjugateGradients(
         lambda rows, active: multiply(rows[0])[None],
         tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * linalg.vector_norm(b).reshape(1),
-        precondition=None if metric is None else lambda rows: rows / metric,
         progress=progress,
         follows_negative=True,
-    ).run(b[None], x[None], r[None], max_steps, is_sound)
+    ).run(b[None], x[None], r[None], max_steps, torch.tensor([True], device=b.device))
     x, r = run.x[0], run.r[0]
     model = -0.5 * float(x.dot(b + r))
     return Solved(x, model, int(run.steps), RESULTS[int(run.status)], spent + run.products)
@@ -319,11 +292,6 @@ class NewtonCG(VectorOptimizer):
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end if the model decreases by less than this for each step (Martens' rule). None disables it.
         max_steps: Maximum number of steps of conjugate gradients.
-        preconditioner: ``"diagonal"`` is :math:`(|D| + \lambda_t I)^{3/4}`, for parameters of
-            different scales. :math:`D` is an estimate of the diagonal. It uses Hutchinson's probes for the Hessian,
-            and gradients for labels sampled from the model for other matrices.
-        samples: Number of probes, or of samples of the labels, for this estimate. One costs a product, or a
-            gradient.
         adapt: Evaluate the loss at the end of a step, to adapt damping and length. This costs a forward pass or
             more. Otherwise both are constant, and a step may climb.
         change: The factor of the damping, above 1.
@@ -356,7 +324,7 @@ class NewtonCG(VectorOptimizer):
     """
 
     own_to_groups = ("lr", "weight_decay", "damping")
-    counts = ("max_steps", "samples")
+    counts = ("max_steps",)
     whole: ClassVar[str] = "newton"
     """Name of the direction of a regular step, in ``stats``."""
     _curvature_closure: Callable[[], Any] | None = None
@@ -378,8 +346,6 @@ class NewtonCG(VectorOptimizer):
         rtol: float = 1e-10,
         progress: float | None = 5e-4,
         max_steps: int = 250,
-        preconditioner: Literal["diagonal"] | None = None,
-        samples: int = 8,
         adapt: bool = True,
         change: float = 1.5,
         maximize: bool = False,
@@ -392,7 +358,7 @@ class NewtonCG(VectorOptimizer):
     def stats(self) -> dict[str, Any]:
         """Statistics of the last step.
 
-        - ``steps`` and ``products`` of conjugate gradients. Probes for a preconditioner count as products.
+        - ``steps`` and ``products`` of conjugate gradients.
         - ``ending`` of the solver, a name of :class:`metagrad.curvature.Result`.
         - ``ratio`` of the reductions of loss and model. NaN if the loss was not evaluated.
         - ``damping`` of the next step, in the first group.
@@ -444,7 +410,6 @@ class NewtonCG(VectorOptimizer):
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
         group, call = self.param_groups[index], f"{type(self).__name__}(params)"
-        check_choice(f"{call}: preconditioner", group["preconditioner"], (None, "diagonal"))
         if not 0 < group["rtol"] < 1:
             raise ValueError(f"{call}: rtol must be between 0 and 1, got {group['rtol']}.")
         if group["progress"] is not None and not group["progress"] > 0:
@@ -537,23 +502,15 @@ class NewtonCG(VectorOptimizer):
 
     def _solved(self, problem: Problem, damping: float | Tensor, start: Tensor | None) -> Solved:
         """Solve the damped system."""
-        group, metric, probes = self.param_groups[0], None, 0
-        if group["preconditioner"] is not None:
-            generator = generators_of(group["seed"], group["step"])
-            metric = problem.curvature.diagonal(group["samples"], generator).abs() + damping + problem.decay
-            # If the loss is flat and nothing is damped, 1 leaves the gradient unchanged.
-            metric = torch.where(metric == 0, 1.0, metric) ** _EXPONENT
-            probes = group["samples"] if self._matrix(group) == "hessian" else 0
-        run = conjugate_gradients(
+        group = self.param_groups[0]
+        return conjugate_gradients(
             lambda v: problem.multiply(v) + damping * v,
             -problem.g,
             x0=None if start is None or not group["warm_start"] else float(group["warm_start"]) * start,
-            metric=metric,
             rtol=group["rtol"],
             progress=group["progress"],
             max_steps=group["max_steps"],
         )
-        return run._replace(products=run.products + probes)
 
     def _step(self, problem: Problem, run: Solved, damping: float | Tensor) -> Step:
         """Return the step along a solution, in the direction that descends."""

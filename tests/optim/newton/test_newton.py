@@ -381,13 +381,6 @@ def test_a_linear_loss_written_by_hand_has_no_curvature():
     torch.testing.assert_close(w.detach(), torch.full((2,), 0.8, dtype=F64))
 
 
-def test_a_loss_written_by_hand_has_no_distribution():
-    w = torch.ones(2, dtype=F64, requires_grad=True)
-    opt = GaussNewton([w], preconditioner="diagonal")
-    with pytest.raises(ValueError, match=r"the distribution of labels is not known. Set preconditioner=None"):
-        run(opt, lambda: opt.output_loss(lambda z: z.exp().sum(), w), 1)
-
-
 def test_groups_of_half_precision_and_float32_step_together():
     params = [torch.ones(2, dtype=dtype, requires_grad=True) for dtype in (torch.bfloat16, torch.float32)]
     opt = NewtonCG([{"params": [p]} for p in params])

@@ -125,25 +125,6 @@ def test_a_direction_of_negative_curvature_descends_by_its_absolute_value():
     torch.testing.assert_close(w.detach(), torch.tensor([0.0, 0.2], dtype=F64))
 
 
-@pytest.mark.parametrize("make", [NewtonCG, GaussNewton])
-def test_a_preconditioner_takes_fewer_products_where_scales_differ(make):
-    """A regression whose inputs have scales over four orders of magnitude."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(200, 30, generator=generator, dtype=F64) * torch.logspace(-2, 2, 30, dtype=F64)
-    y = torch.randn(200, generator=generator, dtype=F64)
-    found, products = [], []
-    for preconditioner in (None, "diagonal"):
-        w = torch.zeros(30, dtype=F64, requires_grad=True)
-        options = {"damping": 0.0, "rtol": 1e-8, "progress": None, "seed": 0, "adapt": False}
-        opt = make([w], preconditioner=preconditioner, **options)
-        opt.step(closure_of(opt, lambda w=w: F.mse_loss(x @ w, y)))
-        found.append(x @ w.detach())
-        products.append(opt.stats["products"])
-    for each in found:
-        torch.testing.assert_close(each, x @ torch.linalg.lstsq(x, y).solution, rtol=1e-3, atol=1e-5)
-    assert products[1] < products[0] / 2
-
-
 # Matrices
 
 
@@ -200,15 +181,6 @@ def test_products_are_those_of_the_dense_matrix(matrix, batches):
     torch.testing.assert_close(curvature @ v, dense(matrix) @ v, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("matrix", ["hessian", "ggn"])
-def test_estimates_of_the_diagonal(matrix):
-    curvature, *_ = seen(matrix)
-    generator = torch.Generator().manual_seed(0)
-    found = curvature.diagonal(2000, lambda _: generator)
-    exact = dense(matrix).diagonal()
-    assert float((found - exact).norm() / exact.norm()) < 0.15  # its deviation is 0.03 to 0.05
-
-
 @pytest.mark.parametrize("scale", [1e-3, 3e3])
 def test_float16_multiplies_vectors_of_size_one(scale):
     """Small vectors would vanish there, and products of large ones overflow."""
@@ -246,10 +218,9 @@ def test_conjugate_gradients_solve():
     torch.testing.assert_close(worse.x, conjugate_gradients(lambda v: M @ v, b, max_steps=1).x)
 
 
-@pytest.mark.parametrize("metric", [None, torch.tensor([1.0, 4.0], dtype=F64)])
-def test_flat_and_negative_directions_descend(metric):
+def test_flat_and_negative_directions_descend():
     values = torch.tensor([-2.0, -8.0], dtype=F64)
-    found = conjugate_gradients(lambda v: v * values, torch.tensor([4.0, 16.0], dtype=F64), metric=metric)
+    found = conjugate_gradients(lambda v: v * values, torch.tensor([4.0, 16.0], dtype=F64))
     assert found.result is Result.NEGATIVE_CURVATURE
     assert (found.x > 0).all()
     assert found.model < 0
@@ -260,5 +231,3 @@ def test_flat_and_negative_directions_descend(metric):
 def test_what_is_not_finite_ends_a_solve():
     b = torch.ones(2, dtype=F64)
     assert conjugate_gradients(lambda v: v * math.nan, b).result is Result.NON_FINITE
-    bad = torch.tensor([1.0, math.inf], dtype=F64)
-    assert conjugate_gradients(lambda v: v, b, metric=bad).result is Result.NON_FINITE
