@@ -1,15 +1,10 @@
-r"""Compare optimizers over seeds: `python -m experiments.studies.optimizers [workloads=[pinn]] [KEY=VALUE ...]`.
+r"""Compare optimizers over seeds: `python -m experiments.studies.optimizers [workloads=[poisson]] [KEY=VALUE ...]`.
 
 Every optimizer has the same number of trials on a workload, with a seed that is used only for trials. The settings
 with the lowest training loss then train from every seed, for a fixed number of CPU seconds. Each trial and each run
 is a cell. The pages of the site draw `curves.json`.
 
-The workload `pinn` is Poisson's equation in the unit square, whose solution is known.
-
-.. math:: \Delta u = -2 \pi^2 \sin(\pi x) \sin(\pi y), \quad u = 0 \text{ on the boundary}, \qquad
-          u = \sin(\pi x) \sin(\pi y)
-
-Müller, Zeinhofer, "Achieving high accuracy with PINNs via energy natural gradient descent", ICML 2023, section 4.
+The workloads `poisson`, `helmholtz`, `burgers` and `allen_cahn` are physics-informed networks, see `equations`.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,17 +32,17 @@ from experiments.run.plots.panels import Curve, Panel, all_curves, write_panels
 from experiments.run.schema import key
 from experiments.studies import characters
 from experiments.studies.characters import Examples
+from experiments.studies.equations import EQUATIONS, Equation
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work
 
 Runs = dict[str, list[Any]]
 """By optimizer, its runs."""
 TRIAL_EVALUATIONS = 20
-POINTS, TESTED = 16, 50  # of Poisson's equation along a side, to train on and to compare at
 CLASSES, HELD_OUT = 100, 5  # characters, and drawings of each of 20 that are for no training
 EVALUATED = 1500  # training examples that the loss is measured on
 REFERENCE, KEPT = "adam", 40  # points of a curve that are kept
 MEASURES = {
-    "pinn": ("error/test", "relative L2 error"),
+    **dict.fromkeys(EQUATIONS, ("error/test", "relative L2 error")),
     "logistic": ("gap", "loss above the lowest of all runs"),
 }
 LOSS = ("loss/train", "training loss")
@@ -58,7 +53,7 @@ LEAST = 1e-15  # what a gap is raised to, so that it has a logarithm
 class OptimizersConfig(StudyConfig):
     """Which workloads, which settings, and for how long."""
 
-    workloads: list[str] = key("What is trained: pinn, logistic, conv4, transformer.")
+    workloads: list[str] = key("What is trained, of `WORKLOADS`.")
     optimizers: list[str] | None = key("Some of those in `trials`; null is all.")
     tuning_seed: int = key("The seed of trials, none of `seeds`.", least=0)
     evaluations: int = key("How often a run is measured, evenly in seconds.")
@@ -88,82 +83,42 @@ class Problem:
             return loss
         return loss + self.penalty / 2 * sum(p.square().sum() for p in self.model.parameters())
 
+    def loss_for(self, optimizer: Any, examples: Examples) -> Tensor:
+        """Return the loss, in the form that an optimizer needs."""
+        return self.loss(examples)
+
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Measure the training loss."""
         return {"loss/train": self.loss(self.measured).item()}
 
 
+@dataclass(frozen=True)
 class Physics(Problem):
-    """A network that solves Poisson's equation."""
+    """A network that solves a differential equation. Each step uses all points."""
+
+    equation: Equation = field(kw_only=True)
 
     def loss(self, examples: Examples) -> Tensor:
-        """Return the mean of squared residuals, inside and on the boundary."""
-        found = residuals(self.model, *examples)
-        return F.mse_loss(found, torch.zeros_like(found))
+        """Return the loss of all points."""
+        return self.equation.loss()
+
+    def loss_for(self, optimizer: Any, examples: Examples) -> Tensor:
+        """Return the loss, of residuals that the optimizer knows if it makes dense systems."""
+        if isinstance(optimizer, mg.optim.GaussNewton) and optimizer.defaults["solver"] != "cg":
+            return self.equation.loss_of(optimizer)
+        return self.loss(examples)
 
     def measure(self) -> dict[str, float]:
         """Measure the loss, and the relative error of the solution in the L2 norm."""
-        with torch.enable_grad():
-            loss = self.loss(self.measured).item()
-        with torch.no_grad():
-            wrong = self.model(self.test.x)[:, 0] - self.test.y
-        return {"loss/train": loss, "error/test": (wrong.norm() / self.test.y.norm()).item()}
+        return {"loss/train": self.equation.loss().item(), "error/test": self.equation.error()}
 
 
-def residuals(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return what each point is wrong by, ``[n]``, times its weight.
-
-    Args:
-        model: Points ``[n, 2]`` to values ``[n, 1]``.
-        x: The points.
-        y: The target of the Laplacian, its weight, and the weight of the value, ``[n, 3]``. The target of the value
-            is 0. Each point has one weight of 0.
-    """
-    x = x.detach().requires_grad_()
-    u = model(x)
-    slope = mg.grad(u.sum(), x, create_graph=True)
-    second = [mg.grad(part.sum(), x, create_graph=True)[:, i] for i, part in enumerate(slope.unbind(1))]
-    u, laplace = u[:, 0], torch.stack(second).sum(0)
-    return y[:, 1] * (laplace - y[:, 0]) + y[:, 2] * u
-
-
-def solution(x: Tensor) -> Tensor:
-    """Return the solution at points ``[..., 2]``."""
-    return (math.pi * x).sin().prod(-1)
-
-
-def points(number: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return points to train on with what there should be, and points of the test with the solution, in float64.
-
-    A grid has ``number`` squared points inside, and the boundary has four times ``number`` points. The weights give
-    both the same influence in the mean of squares.
-    """
-    middle = (torch.arange(number, dtype=torch.float64) + 0.5) / number
-    inside, edge = torch.cartesian_prod(middle, middle), boundary(number)
-    total, zeros = len(inside) + len(edge), torch.zeros(len(edge), dtype=torch.float64)
-    right = -2 * math.pi**2 * solution(inside)
-    of_inside = [right, torch.full_like(right, (total / len(inside)) ** 0.5), torch.zeros_like(right)]
-    of_edge = [zeros, zeros, zeros + (total / len(edge)) ** 0.5]
-    y = torch.cat([torch.stack(columns, 1) for columns in (of_inside, of_edge)])
-    grid = torch.linspace(0, 1, TESTED, dtype=torch.float64)
-    test = torch.cartesian_prod(grid, grid)
-    return (torch.cat([inside, edge]), y), (test, solution(test))
-
-
-def boundary(number: int) -> Tensor:
-    """Return points on the boundary, evenly, so many on a side, ``[4 * number, 2]``."""
-    along = torch.arange(number, dtype=torch.float64) / number
-    zero, one = torch.zeros_like(along), torch.ones_like(along)
-    sides = ((along, zero), (one, along), (1 - along, one), (zero, 1 - along))
-    return torch.cat([torch.stack(side, 1) for side in sides])
-
-
-def pinn() -> Problem:
-    """Return a physics-informed network in float64. A step uses all points."""
-    train, test = (Examples(*part) for part in points(POINTS))
-    model = mg.models.MLP([2, 32, 1], nn.Tanh).double()
-    return Physics(model, train, train, test, len(train.x))
+def physics(name: str) -> Problem:
+    """Return a physics-informed network."""
+    equation = EQUATIONS[name]()
+    points = Examples(equation.inside, equation.inside)
+    return Physics(equation.network, points, points, equation.test, len(points.x), equation=equation)
 
 
 def logistic() -> Problem:
@@ -193,7 +148,7 @@ def classifier(model: nn.Module) -> Problem:
 
 
 WORKLOADS: dict[str, Callable[[], Problem]] = {
-    "pinn": pinn,
+    **{name: partial(physics, name) for name in EQUATIONS},
     "logistic": logistic,
     "conv4": conv4,
     "transformer": transformer,
@@ -248,6 +203,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adahessian": mg.optim.AdaHessian,
     # Mini-batches change at every step, so solves end earlier than by default.
     "gauss_newton": partial(mg.optim.GaussNewton, damping=1.0, warm_start=0.9, change=1.5, max_steps=30),
+    "gauss_newton_cg": partial(mg.optim.GaussNewton, solver="cg", change=5.0),
     "kfac": partial(mg.optim.KFAC, curvature_every=2, inverse_every=4, fisher="sampled"),
     "lbfgs": partial(mg.optim.LBFGS, max_iter=1, history_size=10),
     "lion": mg.optim.Lion,
@@ -274,9 +230,8 @@ def raced(
     torch.manual_seed(seed)
     problem, settings = WORKLOADS[workload](), settings_of(changes)
     source = batches(problem.train, settings.pop("batch_size", problem.batch_size), seed)
-    made = OPTIMIZERS[optimizer](
-        problem.model if optimizer in OF_MODELS else problem.model.parameters(), **settings
-    )
+    model = problem.model
+    made = OPTIMIZERS[optimizer](model if optimizer in OF_MODELS else model.named_parameters(), **settings)
     curve: dict[str, list[float]] = {}
     spent, steps = 0.0, 0
 
@@ -301,7 +256,7 @@ def stepped(problem: Problem, optimizer: Any, examples: Examples) -> bool:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = problem.loss(examples)
+        loss = problem.loss_for(optimizer, examples)
         loss.backward()
         return loss
 
