@@ -13,6 +13,7 @@ The second run sees all of these as the first run saw them. Its results are comp
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -63,6 +64,12 @@ class CallState:
         self.reached = Reached(fn)
         check_substitutable(name, self.reached.modules)
         self.settings = Flags(), AutocastState(), DispatchState()
+
+    def now(self) -> CallState:
+        """Return the state of a loop within the loop, whose tensors have other values."""
+        other = copy.copy(self)
+        other.reached = self.reached.now()
+        return other
 
 
 class Recording(NamedTuple):

@@ -71,26 +71,32 @@ def recomputed(
 
 
 def few_states(
-    step: Step, state: Tree, args: Arguments, times: range, states: int | str, ends_here: bool = False
+    step: Step,
+    state: Tree,
+    args: Arguments,
+    times: range,
+    states: int | str,
+    within: CallState | None = None,
 ) -> Pair:
     """Keep at most ``states`` states at a time, or as many as the memory mode ``states``. See :class:`Plan`.
 
-    The steps between two kept states are one recomputed call. Its recomputation keeps the states that are left. If
-    ``ends_here``, the last step is differentiated at once, so its graph is kept.
+    The steps between two kept states are one recomputed call. Its recomputation keeps the states that are left.
+    ``within`` is the state of a loop that these steps are the end of, if it is recomputed. The last step is then
+    differentiated at once, so its graph is kept.
     """
-    if ends_here and len(times) == 1:
+    if within and len(times) == 1:
         return plain(step, state, args, times)
     count = min(states, len(times)) if isinstance(states, int) else states_of(_STEP, states, len(times), 0)
     first = list(Plan.kept_from(0, len(times), count)) if count > 1 else [0, len(times) - 1]
     ends = [*first[1:], len(times)]
-    shared = CallState(step, _STEP)
+    shared = within.now() if within else CallState(step, _STEP)
     pieces = [
         (functools.partial(_as_one, max(count - i, 1), shared), times[a:b])
         for i, (a, b) in enumerate(zip(first, ends, strict=True))
     ]
-    if ends_here:
+    if within:
         rest = max(count - len(first) + 1, 1)
-        pieces[-1] = functools.partial(few_states, states=rest, ends_here=True), pieces[-1][1]
+        pieces[-1] = functools.partial(few_states, states=rest, within=shared), pieces[-1][1]
     return in_turn(pieces, step, state, args)
 
 
@@ -100,7 +106,7 @@ def _as_one(states: int, shared: CallState, step: Step, state: Tree, args: Argum
         return recomputed(step, state, args, times, shared=shared)
 
     def segment(state: Tree, _: int, args: Arguments) -> Pair:
-        return few_states(step, state, args, times, states, ends_here=True)
+        return few_states(step, state, args, times, states, within=shared)
 
     name = f"in {len(times)} steps from t={times[0]}"
     state, aux = recomputed(segment, state, Arguments((args,)), range(1), name=name, shared=shared)
