@@ -12,6 +12,7 @@ from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.jacobian import Jacobian, jacobian
 from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.sharpness import Sharpness
 from metagrad.curvature.solvers.nystrom import nystrom
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
 from metagrad.curvature.solvers.solve import solve
@@ -30,6 +31,7 @@ __all__ = [
     "Operator",
     "ParameterSpace",
     "Result",
+    "Sharpness",
     "Solution",
     "SolveError",
     "diagonal",
