@@ -4,6 +4,7 @@ from metagrad.curvature.estimators.diagonal import diagonal
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import sample_probes
 from metagrad.curvature.estimators.trace import trace
+from metagrad.curvature.kronecker.operator import Kronecker, kfac
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.averaged import Averaged
 from metagrad.curvature.operators.fisher import fisher
@@ -27,6 +28,7 @@ __all__ = [
     "Eigenpairs",
     "Estimate",
     "Jacobian",
+    "Kronecker",
     "LinearMap",
     "Operator",
     "ParameterSpace",
@@ -40,6 +42,7 @@ __all__ = [
     "ggn",
     "hessian",
     "jacobian",
+    "kfac",
     "log_determinant",
     "nystrom",
     "sample_probes",

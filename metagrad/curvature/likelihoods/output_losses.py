@@ -43,6 +43,14 @@ class OutputLoss(ABC):
     def fisher_product(self, vectors: Tensor) -> Tensor:
         r"""Multiply by :math:`F_L = \sum_n s_n\, \mathbb{E}_{y \sim p(y | z_n)} \nabla\ell_n \nabla\ell_n^\top`."""
 
+    def root_column(self, unit: Tensor) -> Tensor:
+        r"""Return a column of a root of :math:`F_L`, of the output that ``unit`` selects for each datum.
+
+        :math:`F_L` of a datum is the sum of :math:`c c^\top` over its columns. ``unit`` has the shape of the output.
+        It is 1 for at most one output of a datum, and 0 elsewhere.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def score(self, generator: torch.Generator | None) -> Tensor:
         r"""Draw labels from the predictive distribution, and return :math:`\sqrt{s_n} \nabla\ell_n` for them."""
@@ -103,6 +111,11 @@ class Categorical(_ClosedForm):
         """Multiply by the Fisher matrix, which equals the Hessian."""
         return self.hessian_product(vectors)
 
+    def root_column(self, unit: Tensor) -> Tensor:
+        """Return the gradient for one class, times the root of its probability."""
+        weight = (unit * self.probabilities).sum(self._dim, keepdim=True)
+        return (self.scale * weight).sqrt() * (unit - self.probabilities)
+
     def score(self, generator: torch.Generator | None) -> Tensor:
         """Draw classes."""
         p = self.probabilities.detach().movedim(self._dim, -1)
@@ -128,6 +141,10 @@ class _Elementwise(_ClosedForm):
     def fisher_product(self, vectors: Tensor) -> Tensor:
         """Multiply by the Fisher matrix, a diagonal matrix."""
         return self.scale * self._information() * vectors
+
+    def root_column(self, unit: Tensor) -> Tensor:
+        """Return the root of the Fisher information of one output."""
+        return (self.scale * self._information()).sqrt() * unit
 
 
 @dataclass(frozen=True, eq=False)

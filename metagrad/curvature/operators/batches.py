@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,26 @@ def is_one_batch(data: object) -> bool:
     if is_list_or_tuple(data):
         return isinstance(data, tuple) or (bool(data) and isinstance(data[0], Tensor))
     return isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable)
+
+
+def refuse_iterator(call: str, batches: Iterable[Batch]) -> None:
+    """Raise ``TypeError`` for batches that can be iterated over only once."""
+    if isinstance(batches, Iterator):
+        raise TypeError(
+            f"{call}: the data is a {type(batches).__name__}, which is consumed by one pass, but every product "
+            "takes one. Give a list of batches, a DataLoader, or another object whose __iter__ starts again."
+        )
+
+
+def each_batch(call: str, data: Batch | Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches of data on a device. Raise ``ValueError`` if there are none."""
+    is_empty = True
+    batches: Any = [data] if is_one_batch(data) else data
+    for batch in batches:
+        is_empty = False
+        yield tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+    if is_empty:
+        raise ValueError(f"{call}: the data has no batches.")
 
 
 class BatchedOperator(Operator):
@@ -65,11 +85,7 @@ class BatchedOperator(Operator):
         batches: Iterable[Batch],
         begin_pass: Callable[[], None] | None = None,
     ) -> None:
-        if isinstance(batches, Iterator):
-            raise TypeError(
-                f"{call}: the data is a {type(batches).__name__}, which is consumed by one pass, but every product "
-                "takes one. Give a list of batches, a DataLoader, or another object whose __iter__ starts again."
-            )
+        refuse_iterator(call, batches)
         super().__init__(space)
         self.call = call
         self.batches = batches
@@ -105,18 +121,13 @@ class BatchedOperator(Operator):
     def _operators(self) -> Generator[GraphOperator]:
         if self._begin_pass is not None:
             self._begin_pass()
-        is_empty = True
-        for batch in self.batches:
-            is_empty = False
-            batch = tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch)
+        for batch in each_batch(self.call, self.batches, self.device):
             with self._autocast.restored():
                 operator = self._operator_for(batch)
                 try:
                     yield operator
                 finally:
                     operator.close()
-        if is_empty:
-            raise ValueError(f"{self.call}: the data has no batches.")
 
     def _sum(self, compute: Callable[[GraphOperator], list[Tensor]]) -> list[Tensor]:
         """Add the terms of all batches, and divide by the total count if the losses are means."""

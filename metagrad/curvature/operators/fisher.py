@@ -16,6 +16,7 @@ from metagrad.curvature.operators.ggn import (
     fisher_of_outputs,
     observed_scores,
     operator_of,
+    outer_products,
     sampled_scores,
 )
 from metagrad.curvature.operators.operator import Operator
@@ -100,20 +101,22 @@ def fisher(
     check_choice(f"{call}: kind", kind, Kind)
     check_count(f"{call}: samples", samples)
     problem = ModelProblem(call, model, loss_fn, params, any_split=True)
-    labels = _Labels(torch.default_generator if kind == "sampled" else torch.Generator())
+    labels = Labels(torch.default_generator if kind == "sampled" else torch.Generator())
 
     def output_matrix_of(evaluation: ModelEvaluation) -> OutputMatrix:
         if kind == "exact":
             return fisher_of_outputs(evaluation)
         if kind == "empirical":
-            return observed_scores(evaluation, count_of(call, evaluation.batch, evaluation.known, reduction))
-        return sampled_scores(evaluation, samples, labels.generator(evaluation.loss.device))
+            count = count_of(call, evaluation.batch, evaluation.known, reduction)
+            return outer_products(evaluation, observed_scores(evaluation, count))
+        scores = sampled_scores(evaluation, samples, labels.generator(evaluation.loss.device))
+        return outer_products(evaluation, [scores])
 
     chunk = checked_bytes(call, "chunk", "64MiB")
     return operator_of(problem, output_matrix_of, data, reduction, chunk=chunk, begin_pass=labels.restart)
 
 
-class _Labels:
+class Labels:
     """The generator that draws labels. Every pass over the data draws the same random numbers."""
 
     def __init__(self, source: torch.Generator) -> None:

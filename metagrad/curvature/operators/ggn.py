@@ -196,22 +196,19 @@ def fisher_of_outputs(evaluation: ModelEvaluation) -> OutputMatrix:
     return lambda vectors, batched: [known.fisher_product(vectors[0])]
 
 
-def sampled_scores(
-    evaluation: ModelEvaluation, samples: int, generator: torch.Generator | None
-) -> OutputMatrix:
-    r"""Return :math:`\frac{1}{M} \sum_m \sum_n s_n g_{nm} g_{nm}^\top` for M sampled labels of each datum."""
+def sampled_scores(evaluation: ModelEvaluation, samples: int, generator: torch.Generator | None) -> Tensor:
+    r"""Return :math:`\sqrt{s_n / M} g_{nm}` for M sampled labels of each datum, ``[M, *output.shape]``."""
     known = known_loss(evaluation)
     if bool(known.output.isnan().any()):
         raise ValueError(
             f"{evaluation.problem.call}: the output of the model has nan, so no labels can be drawn from it."
         )
     with torch.no_grad():
-        scores = torch.stack([known.score(generator) for _ in range(samples)]) / samples**0.5
-    return _outer_products([scores], known.num_data)
+        return torch.stack([known.score(generator) for _ in range(samples)]) / samples**0.5
 
 
-def observed_scores(evaluation: ModelEvaluation, count: float | Tensor | None) -> OutputMatrix:
-    r"""Return :math:`\sum_n s_n g_n g_n^\top` for the labels in the data.
+def observed_scores(evaluation: ModelEvaluation, count: float | Tensor | None) -> list[Tensor]:
+    r"""Return :math:`\sqrt{s_n} g_n` for the labels in the data, ``[1, *output.shape]`` for each output.
 
     The gradient of the loss with respect to the output is :math:`s_n g_n`.
     """
@@ -222,11 +219,10 @@ def observed_scores(evaluation: ModelEvaluation, count: float | Tensor | None) -
         inverse = (1 / root).masked_fill(root == 0, 0)
     else:
         inverse = 1.0 if count is None else count**0.5
-    scores = [
+    return [
         (torch.zeros_like(z) if g is None else g * inverse).detach().unsqueeze(0)
         for g, z in zip(gradients, outputs, strict=True)
     ]
-    return _outer_products(scores, _num_rows(evaluation))
 
 
 def known_loss(evaluation: ModelEvaluation) -> OutputLoss:
@@ -237,16 +233,17 @@ def known_loss(evaluation: ModelEvaluation) -> OutputLoss:
             "labels from. Known are F.cross_entropy, F.nll_loss of log-probabilities, F.mse_loss, "
             "F.gaussian_nll_loss with a given variance, F.binary_cross_entropy and "
             "F.binary_cross_entropy_with_logits, when loss_fn returns what they return. "
-            'Multiply the operator, not the loss, by a factor; kind="empirical" takes any loss.'
+            'Multiply the operator, not the loss, by a factor; "empirical" takes any loss.'
         )
     return evaluation.known
 
 
-def _outer_products(scores: Sequence[Tensor], num_data: int) -> OutputMatrix:
+def outer_products(evaluation: ModelEvaluation, scores: Sequence[Tensor]) -> OutputMatrix:
     r"""Return the sum over samples M and data n of :math:`a_{nM} a_{nM}^\top`.
 
     Each score is ``[M, *output.shape]``.
     """
+    num_data = _num_rows(evaluation)
     rows = [score.reshape(len(score), num_data, -1) for score in scores]
 
     def multiply(vectors: list[Tensor], batched: bool) -> list[Tensor]:

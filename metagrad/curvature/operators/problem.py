@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,13 +18,26 @@ from metagrad.core.norms import every_order
 from metagrad.core.reach import Reached
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
-from metagrad.core.tree import LossFn, Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from metagrad.core.tree import (
+    LossFn,
+    Params,
+    Tree,
+    tensors_in,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import evaluate, is_affine_in
+from metagrad.curvature.operators.batches import num_data
+from metagrad.curvature.operators.jacobian import Examples
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, values_of, with_values
 
 Model: TypeAlias = "nn.Module | Callable[[Parameters, Tree], Tree]"
 """A module, called as ``model(x)`` with substituted parameters, or a function, called as ``model(params, x)``."""
+
+_CHUNK = 64 * 2**20  # bytes of the gradients of single examples
 
 
 class ModelProblem:
@@ -180,6 +193,46 @@ class ModelEvaluation:
         leaves, spec = tree_flatten(self.output)
         rest = iter(outputs)
         return tree_unflatten([next(rest) if _is_on_tape(leaf) else leaf for leaf in leaves], spec)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples: the first dimension of the input, or of the known output if that has fewer."""
+        count = num_data(self.problem.call, self.batch)
+        return self.known.num_data if self.known is not None and self.known.num_data % count else count
+
+    def loss_gradients(self) -> list[Tensor]:
+        """Return the gradient of the loss with respect to each of the ``outputs``."""
+        return list(torch.autograd.grad(self.loss, self.outputs, retain_graph=True, materialize_grads=True))
+
+    def example_rows(self, cotangents: Sequence[Tensor], names: Sequence[str]) -> Iterator[Tensor]:
+        """Multiply the transposed Jacobian of each example by its part of the cotangents of ``outputs``.
+
+        Every tensor of the input and of the output counts examples in its first dimension. The model is called with
+        single examples, vectorized.
+
+        Args:
+            cotangents: One for each of the ``outputs``.
+            names: Names of the parameters.
+
+        Yields:
+            ``[some examples, n]``, the coordinates of the parameters. The examples come in their order.
+        """
+        leaves = tree_leaves(self.output)
+        places = [i for i, leaf in enumerate(leaves) if _is_on_tape(leaf)]
+        own = [leaves[i] for i in places]
+        parts = torch.autograd.grad(self.outputs, own, cotangents, retain_graph=True, materialize_grads=True)
+
+        def value(params: Params, x: Tree, *parts: Tensor) -> Tensor:
+            found = tree_leaves(self.problem._call_model(params, tree_map(lambda leaf: leaf.unsqueeze(0), x)))
+            return torch.stack([(found[i] * part).sum() for i, part in zip(places, parts, strict=True)]).sum()
+
+        params = {name: values_of(p).detach() for name, p in self.problem.params.items()}
+        chosen = {name: params[name] for name in names}
+        size = max(1, _CHUNK // sum(p.numel() * p.element_size() for p in chosen.values()))
+        for start in range(0, len(parts[0]), size):
+            some = tree_map(lambda leaf: leaf[start : start + size], (self.batch[0], *parts))  # noqa: B023
+            examples = Examples(self.problem.call, value, some)
+            yield examples.rows(chosen, examples.count, _CHUNK, params)
 
 
 def _own(model: nn.Module) -> dict[str, nn.Parameter]:

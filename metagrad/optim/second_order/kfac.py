@@ -13,14 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from metagrad.core._torch import averaging_wrapper, linalg
 from metagrad.core.checks import check_choice, check_count, is_a
 from metagrad.core.tree import Params, widened
-from metagrad.optim.per_parameter import check_real
-from metagrad.optim.second_order.curvature_optimizer import (
-    CurvatureOptimizer,
-    LossGraph,
-    generators_of,
-    options_of,
-)
-from metagrad.optim.second_order.factors import (
+from metagrad.curvature.kronecker.factors import (
     Factors,
     Sums,
     diagonalized,
@@ -30,7 +23,14 @@ from metagrad.optim.second_order.factors import (
     renewed,
     scaling_of,
 )
-from metagrad.optim.second_order.layers import Layer, joined, known_layers, layer_rows, without_base
+from metagrad.curvature.kronecker.layers import Layer, joined, known_layers, layer_rows, without_base
+from metagrad.optim.per_parameter import check_real
+from metagrad.optim.second_order.curvature_optimizer import (
+    CurvatureOptimizer,
+    LossGraph,
+    generators_of,
+    options_of,
+)
 from metagrad.optim.torch_optim.optimizer import Group, as_number
 from metagrad.sparse.tables.row_sparse import RowSparse
 

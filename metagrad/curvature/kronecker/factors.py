@@ -7,13 +7,16 @@ and the gradients of the outputs :math:`g`. Its gradient is :math:`g a^\top`. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+
+LARGEST_IN_DOUBLE = 2048
+"""Size of the largest matrix that is factorized in float64. In float32, ill-conditioned factors may fail."""
 
 
 class Factors(NamedTuple):
@@ -56,7 +59,7 @@ def factors_of(sums: Sums, weight: float) -> Factors:
             that :math:`w \sum_n g_n g_n^\top` is an average. It is 1 for gradients of a sum.
 
     Example:
-        >>> from metagrad.optim.second_order.factors import Sums, factors_of
+        >>> from metagrad.curvature.kronecker.factors import Sums, factors_of
         >>> sums = Sums.of(torch.tensor([[[2.0]], [[4.0]]]), torch.tensor([[[0.5]], [[0.5]]]))
         >>> [float(factor) for factor in factors_of(sums, sums.num_examples)]
         [10.0, 1.0]
@@ -70,23 +73,24 @@ def factors_of(sums: Sums, weight: float) -> Factors:
     return Factors(sums.inputs / sums.num_examples, sums.outputs * (weight / num_positions))
 
 
-def split_damping(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
+def split_damping(factors: Factors, damping: float | Tensor) -> tuple[Tensor, Tensor]:
     r"""Split a damping into an addend to the eigenvalues of each factor.
 
     .. math:: \pi \sqrt{\gamma}, \quad \sqrt{\gamma} / \pi, \qquad
               \pi = \sqrt{\frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G}}
 
-    which makes the smallest error under a trace norm. If a factor is zero, the ratio is 1.
+    which makes the smallest error under a trace norm. If a factor is zero, the ratio is 1. A factor may be the vector
+    of its eigenvalues.
 
     Example:
-        >>> from metagrad.optim.second_order.factors import Factors, split_damping
+        >>> from metagrad.curvature.kronecker.factors import Factors, split_damping
         >>> split_damping(Factors(4 * torch.eye(3), torch.eye(2)), 0.01)
         (tensor(0.2000), tensor(0.0500))
 
     References:
         Martens, Grosse, ICML 2015, section 6.3.
     """
-    means = [factor.diagonal().mean() for factor in factors]
+    means = [(factor.diagonal() if factor.ndim == 2 else factor).mean() for factor in factors]
     is_zero = (means[0] <= 0) | (means[1] <= 0)
     ratio = torch.where(is_zero, 1, means[0] / torch.where(is_zero, 1, means[1])).sqrt()
     return ratio * damping**0.5, damping**0.5 / ratio
@@ -119,6 +123,20 @@ def scaling_of(inputs: Tensor, gradients: Tensor, basis: Factors, max_elements: 
     size = max(1, max_elements // (a.shape[-1] * g.shape[-1]))
     chunks = zip(a.split(size), g.split(size), strict=True)
     return torch.stack([(some_g.mT @ some_a).square().sum(0) for some_a, some_g in chunks]).sum(0)
+
+
+def rotated(left: Tensor | None, weights: Tensor, right: Tensor) -> Tensor:
+    """Return matrices between two others. None is the identity."""
+    return (weights if left is None else left @ weights) @ right
+
+
+def eigenpairs(factor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the eigenvalues of a factor, at least 0, and its eigenvectors as columns. A vector is a diagonal."""
+    if factor.ndim == 1:
+        return factor, None
+    wide = factor.double() if len(factor) <= LARGEST_IN_DOUBLE else factor
+    values, vectors = linalg.eigh(wide)
+    return values.clamp(min=0).to(factor.dtype), vectors.to(factor.dtype)
 
 
 Block = Mapping[str, Any]
@@ -191,5 +209,53 @@ def direction_of(block: Block, gradient: Tensor, damping: float) -> Tensor:
     """
     if "scaling" not in block:
         return block["output_inverse"] @ gradient @ block["input_inverse"]
-    turned = block["output_basis"].mT @ gradient @ block["input_basis"]
-    return block["output_basis"] @ (turned / (block["scaling"] + damping)) @ block["input_basis"].mT
+    left, right = block["output_basis"], block["input_basis"]
+    return rotated(left, rotated(left.mT, gradient, right) / (block["scaling"] + damping), right.mT)
+
+
+class Eigenblock(NamedTuple):
+    r"""The block :math:`(Q_L \otimes Q_R) \operatorname{diag}(S) (Q_L \otimes Q_R)^\top` of some parameters.
+
+    The parameters are a matrix ``[outputs, inputs]``. A bias is its last column.
+
+    Attributes:
+        names: Names of the parameters.
+        left: Eigenvectors :math:`Q_L` as columns. None is the identity.
+        right: Eigenvectors :math:`Q_R`.
+        eigenvalues: :math:`S`, in the shape of the matrix.
+        spectra: Eigenvalues of the right and the left factor of a Kronecker product. None for other blocks.
+    """
+
+    names: tuple[str, ...]
+    left: Tensor | None
+    right: Tensor
+    eigenvalues: Tensor
+    spectra: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of_factors(cls, names: tuple[str, ...], left: Tensor, right: Tensor | None = None) -> Eigenblock:
+        """Make the Kronecker product of two factors, or one matrix. A left factor that is a vector is a diagonal."""
+        (rows, vectors), one = eigenpairs(left), left.new_ones(1, 1)
+        if right is None:
+            return cls(names, vectors, one, rows.unsqueeze(1))
+        columns, basis = eigenpairs(right)
+        assert basis is not None
+        return cls(names, vectors, basis, torch.outer(rows, columns), (columns, rows))
+
+    def scaled(self, parts: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
+        """Multiply rows of the parameters, ``[k, *shape]`` each, by factors of the eigenvectors."""
+        size = 1 if self.eigenvalues.shape[1] == 1 else len(self.eigenvalues)  # of matrices, else vectors
+        matrices = torch.cat([part.reshape(len(part), size, -1) for part in parts], 2)
+        whole = matrices.reshape(len(matrices), *self.eigenvalues.shape).to(self.eigenvalues.dtype)
+        left = None if self.left is None else self.left.mT
+        product = rotated(self.left, rotated(left, whole, self.right) * factors, self.right.mT)
+        widths = [part[0].numel() // size for part in parts]
+        split = product.to(matrices.dtype).reshape(matrices.shape).split(widths, 2)
+        return [own.reshape(part.shape) for own, part in zip(split, parts, strict=True)]
+
+    def damped(self, damping: float | Tensor, *, split: bool) -> Tensor:
+        """Return the eigenvalues with damping, which ``split`` divides between the factors if there are factors."""
+        if not split or self.spectra is None:
+            return self.eigenvalues + damping
+        to_right, to_left = split_damping(Factors(*self.spectra), damping)
+        return torch.outer(self.spectra[1] + to_left, self.spectra[0] + to_right)

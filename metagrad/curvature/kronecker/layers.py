@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from metagrad.core.checks import warn
 
 Layer: TypeAlias = "nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d"
 
-_KNOWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+KNOWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
@@ -32,9 +32,16 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
     Warns:
         UserWarning: Other modules have parameters, which then move along the plain gradient.
     """
-    layers = layers_among(
-        call, model, lambda weight: isinstance(weight, nn.Parameter) and weight.requires_grad
-    )
+    # A subclass may compute anything: only the layers themselves are known.
+    layers: dict[str, Layer] = {
+        name: module  # type: ignore[misc]
+        for name, module in named_modules(model)
+        # A weight may be a plain tensor that is computed from parameters, as by ``nn.utils.weight_norm``.
+        if type(module) in KNOWN and isinstance(module.weight, nn.Parameter) and module.weight.requires_grad
+    }
+    for name, layer in layers.items():
+        _check_groups(call, name, layer)
+    _check_sharing(call, model, layers)
     others = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in named_modules(model)
@@ -45,23 +52,6 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
             f"{call}: these modules are not Linear, Conv1d, Conv2d or Conv3d, and are moved along the plain "
             f"gradient: {', '.join(others)}."
         )
-    return layers
-
-
-def layers_among(call: str, model: nn.Module, is_trained: Callable[[Tensor], bool]) -> dict[str, Layer]:
-    """Find the layers whose weight is trained, by name. Grouped or shared layers raise an error.
-
-    A weight may be a plain tensor that is computed from parameters, as by ``nn.utils.weight_norm``.
-    """
-    # A subclass may compute anything: only the layers themselves are known.
-    layers: dict[str, Layer] = {
-        name: module  # type: ignore[misc]
-        for name, module in named_modules(model)
-        if type(module) in _KNOWN and is_trained(module.weight)  # type: ignore[reportArgumentType]
-    }
-    for name, layer in layers.items():
-        _check_groups(call, name, layer)
-    _check_sharing(call, model, layers)
     return layers
 
 
@@ -94,11 +84,14 @@ def layer_rows(layer: Layer, inputs: Tensor, gradient: Tensor, *, has_bias: bool
     return input_rows(layer, inputs, has_bias=has_bias).to(dtype), output_rows(layer, gradient).to(dtype)
 
 
-def input_rows(layer: Layer, value: Tensor, *, has_bias: bool) -> Tensor:
+def input_rows(layer: Layer | nn.Embedding, value: Tensor, *, has_bias: bool) -> Tensor:
     """Return the vectors that a layer multiplies with its weight, ``[examples, positions, inputs]``.
 
-    The rows of a convolution are patches, in the order of its flat weights. A bias adds a column of ones.
+    The rows of a convolution are patches, in the order of its flat weights. A bias adds a column of ones. The rows of
+    an embedding table are indices.
     """
+    if isinstance(layer, nn.Embedding):
+        return value.reshape(len(value), -1, 1)
     if isinstance(layer, nn.Linear):
         rows = _rows(value)
     else:
@@ -106,9 +99,9 @@ def input_rows(layer: Layer, value: Tensor, *, has_bias: bool) -> Tensor:
     return F.pad(rows, (0, 1), value=1.0) if has_bias else rows
 
 
-def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
+def output_rows(layer: Layer | nn.Embedding, gradient: Tensor) -> Tensor:
     """Return the gradient of a layer's output as ``[examples, positions, outputs]``."""
-    if isinstance(layer, nn.Linear):
+    if isinstance(layer, (nn.Linear, nn.Embedding)):
         return _rows(gradient)
     batched = gradient if gradient.ndim == layer.weight.ndim else gradient.unsqueeze(0)
     return batched.flatten(2).mT

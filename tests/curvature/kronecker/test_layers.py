@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from metagrad.optim.second_order.layers import (
+from metagrad.curvature.kronecker.layers import (
     input_rows,
     joined,
     known_layers,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.optim.second_order.factors import (
+from metagrad.curvature.kronecker.factors import (
     Factors,
     Sums,
     diagonalized,
@@ -18,7 +18,7 @@ from metagrad.optim.second_order.factors import (
     scaling_of,
     split_damping,
 )
-from metagrad.optim.second_order.layers import input_rows, output_rows
+from metagrad.curvature.kronecker.layers import input_rows, output_rows
 
 F64 = torch.float64
 

@@ -1,0 +1,228 @@
+"""Groups of parameters that have one block each, and the sums over examples that make the blocks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from metagrad.core import _torch
+from metagrad.core.checks import refuse
+from metagrad.core.tape import graph_nodes
+from metagrad.core.tree import widened
+from metagrad.curvature.kronecker.factors import Eigenblock, Factors, scaling_of
+from metagrad.curvature.kronecker.layers import KNOWN, input_rows, output_rows, without_base
+from metagrad.curvature.operators.batches import Batch
+from metagrad.curvature.operators.problem import ModelEvaluation, ModelProblem
+
+Sharing = Literal["expand", "reduce"]
+Other = Literal["error", "diagonal", "identity"]
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _torch.BatchNorm, _torch.InstanceNorm)
+_LARGEST_FULL = 1024  # numbers of a layer of norms, beyond which its block is a diagonal
+
+
+class LayerGroup:
+    """The parameters of a layer, or of several that share them. Their block is a Kronecker product."""
+
+    def __init__(self, names: tuple[str, ...], layers: list[Any], sharing: Sharing) -> None:
+        self.names, self.layers = names, layers
+        self.table: Any = layers[0] if isinstance(layers[0], nn.Embedding) else None
+        self.calls: list[tuple[Any, Tensor, Any]] = []
+        self.block: Any = None
+        self._averages = sharing == "reduce" and self.table is None
+        self._sums: dict[str, Any] = defaultdict(float)
+
+    def note(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        """Note the input of a call, and the place of its output in the graph. A forward hook."""
+        output = without_base(output)
+        if output.requires_grad:
+            inputs = args[0] if args else kwargs["input"]
+            self.calls.append((layer, inputs.detach(), get_gradient_edge(output)))
+        return output
+
+    def inputs(self, evaluation: ModelEvaluation) -> Tensor:
+        """Return the inputs of a batch as rows or indices. The first pass adds them to their factor."""
+        parts = [input_rows(layer, value, has_bias=len(self.names) > 1) for layer, value, _ in self.calls]
+        rows = _by_example(evaluation, parts)
+        rows = rows.mean(1, keepdim=True) if self._averages else rows
+        if self.block is None:
+            chosen = _counted(evaluation, rows)
+            self._sums["rows"] += len(chosen)
+            self._sums["inputs"] += (
+                chosen.mT @ chosen
+                if self.table is None
+                else chosen[:, 0].bincount(None, self.table.num_embeddings)
+            )
+        return rows
+
+    def add(
+        self, evaluation: ModelEvaluation, inputs: Tensor, found: Sequence[Tensor], weight: float | Tensor
+    ) -> None:
+        """Add gradients of the outputs: to their factor, or to the squares in the eigenbasis in a second pass."""
+        parts = [output_rows(layer, g) for (layer, *_), g in zip(self.calls, found, strict=True)]
+        rows = _by_example(evaluation, parts)
+        rows = rows.sum(1, keepdim=True) if self._averages else rows
+        if self.block is None:
+            self._sums["outputs"] += weight * (rows.flatten(0, 1).mT @ rows.flatten(0, 1))
+        elif self.table is not None:
+            squares = _table_squares(inputs[..., 0], rows @ self.block.right, self.table.num_embeddings)
+            self._sums["squares"] += weight * squares
+        else:
+            self._sums["squares"] += weight * scaling_of(
+                inputs, rows, Factors(self.block.right, self.block.left)
+            )
+
+    def decompose(self, total: float | Tensor) -> Eigenblock:
+        """Return the product of the factors, or the product with the squares as eigenvalues."""
+        if self.block is None:
+            outputs = self._sums["outputs"] / total
+            factors = outputs, self._sums["inputs"].to(outputs.dtype) / self._sums["rows"]
+            self.block = Eigenblock.of_factors(self.names, *factors[:: 1 if self.table is None else -1])
+        else:
+            self.block = self.block._replace(eigenvalues=self._sums["squares"] / total, spectra=None)
+        if self.table is not None and self.table.padding_idx is not None:  # its row has no gradient
+            self.block.eigenvalues[self.table.padding_idx] = 0
+        return self.block
+
+
+class Groups:
+    """The parameters of a model, by the kind of their block.
+
+    Raises:
+        ValueError: A module normalizes by its batch, or a parameter has no known block and ``other="error"``.
+    """
+
+    def __init__(self, problem: ModelProblem, model: nn.Module, other: Other, sharing: Sharing) -> None:
+        refuse_batch_norms(problem.call, model)
+        self.problem = problem
+        self.layers: list[LayerGroup] = []
+        self.rows: dict[
+            tuple[str, ...], bool
+        ] = {}  # whether their whole matrix is estimated, or its diagonal
+        self._sums: dict[tuple[str, ...], Any] = defaultdict(float)
+        own = dict(model.named_parameters(remove_duplicate=False))
+        names, members = {id(own[name]): name for name in problem.params}, defaultdict[Any, list[Any]](list)
+        for _, module in _torch.named_modules(model):
+            members[tuple(names[id(p)] for p in module.parameters(recurse=False) if id(p) in names)].append(
+                module
+            )
+        members.pop((), None)
+        owners, rest = Counter(name for group in members for name in group), dict[str, None]()
+        for group, modules in members.items():
+            is_alone = all(owners[name] == 1 for name in group) and len(set(map(type, modules))) == 1
+            if is_alone and all(_is_known(module, problem.params[group[0]]) for module in modules):
+                self.layers.append(LayerGroup(group, modules, sharing))
+            elif not is_alone or not isinstance(modules[0], _NORMS):
+                rest.update(dict.fromkeys(group))
+            else:
+                is_small = self._size(group) <= _LARGEST_FULL
+                self.rows.update({group: True} if is_small else {(name,): False for name in group})
+        if other == "error" and rest:
+            refuse(
+                f'{problem.call}: the parameters must be of Linear, Conv1d to Conv3d without groups, Embedding or '
+                'norms, or take other="diagonal" or "identity"', "only known layers in params", list(rest),
+            )  # fmt: skip
+        self.rows.update({(name,): False for name in rest if other != "identity"})
+        self._identities = [(name,) for name in rest if other == "identity"]
+
+    def _size(self, names: Iterable[str]) -> int:
+        return sum(self.problem.space.block(name).size for name in names)
+
+    def observe(self, batch: Batch) -> ModelEvaluation:
+        """Evaluate a batch, and note the calls of layers.
+
+        Raises:
+            ValueError: A parameter is used outside of the calls of its layer.
+        """
+        with ExitStack() as hooks:
+            for group in self.layers:
+                group.calls.clear()
+                for layer in group.layers:
+                    hooks.callback(layer.register_forward_hook(group.note, with_kwargs=True).remove)
+            evaluation = self.problem.evaluate(batch)
+        uses = Counter(node for n in graph_nodes([evaluation.loss]) for node, _ in n.next_functions)
+        leaves = dict(zip(self.problem.params, evaluation.recorded.inputs, strict=True))
+        calls = {name: len(group.calls) for group in self.layers for name in group.names}
+        for name in calls:
+            if (count := uses[get_gradient_edge(leaves[name]).node]) > calls[name]:
+                refuse(
+                    f"{self.problem.call}: {name!r}", f"{calls[name]} uses, all in calls of its layer", count
+                )
+        return evaluation
+
+    def add(
+        self, evaluation: ModelEvaluation, columns: Iterable[Sequence[Tensor]], weight: float | Tensor
+    ) -> None:
+        """Add a batch, given cotangents of the outputs. In a second pass only the eigenvalues of layers change."""
+        inputs = [group.inputs(evaluation) for group in self.layers]
+        edges = [edge for group in self.layers for *_, edge in group.calls]
+        sizes = [self._size(names) for names in self.rows]
+        is_first = all(group.block is None for group in self.layers)
+        names = [name for group in self.rows for name in group] if is_first else []
+        for column in columns:
+            pulled: Any = edges and torch.autograd.grad(evaluation.outputs, edges, column, retain_graph=True)
+            found = iter(pulled)
+            for group, own in zip(self.layers, inputs, strict=True):
+                group.add(evaluation, own, list(islice(found, len(group.calls))), weight)
+            for rows in evaluation.example_rows(column, names) if names else ():
+                for (key, is_full), own in zip(self.rows.items(), rows.split(sizes, 1), strict=True):
+                    self._sums[key] += weight * (own.mT @ own if is_full else own.square().sum(0))
+
+    def blocks(self, total: float | Tensor) -> list[Eigenblock]:
+        """Return the blocks after a pass."""
+        sums = {names: self._sums[names] / total for names in self.rows}
+        one = torch.ones((), dtype=self.problem.space.dtype, device=self.problem.space.device)
+        sums.update({names: one.expand(self._size(names)) for names in self._identities})
+        own = [Eigenblock.of_factors(names, matrix) for names, matrix in sums.items()]
+        return [group.decompose(total) for group in self.layers] + own
+
+
+def refuse_batch_norms(call: str, model: nn.Module) -> None:
+    """Raise ``ValueError`` if a module normalizes by its batch, so that an example has no gradient of its own."""
+    for path, module in _torch.named_modules(model):
+        if isinstance(module, _torch.BatchNorm) and (module.training or module.running_mean is None):
+            refuse(f"{call}: {path!r} normalizes by the batch", "running statistics and model.eval()", module)
+
+
+def _is_known(layer: Any, weight: Any) -> bool:
+    """Return whether the block of a layer is a Kronecker product. A subclass may compute anything."""
+    if type(layer) not in (*KNOWN, nn.Embedding) or weight.shape != layer.weight.shape:
+        return False  # also a bias without its weight
+    options = {"groups": 1, "scale_grad_by_freq": False, "max_norm": None}
+    return all(getattr(layer, name, value) == value for name, value in options.items())
+
+
+def _by_example(evaluation: ModelEvaluation, parts: Sequence[Tensor]) -> Tensor:
+    """Return rows ``[first, positions, size]`` of several calls as ``[examples, positions, size]``."""
+    size, known, sizes = evaluation.num_examples, evaluation.known, [len(part) for part in parts]
+    if not {size, known.num_data if known else size}.issuperset(sizes):
+        call = f"{evaluation.problem.call}: the first dimension of a layer's input"
+        refuse(call, f"the {size} examples or the data of the loss", sizes)
+    return widened(torch.cat([part.unflatten(0, (size, -1)).flatten(1, 2) for part in parts], 1))
+
+
+def _counted(evaluation: ModelEvaluation, rows: Tensor) -> Tensor:
+    """Return the rows ``[positions, size]`` whose position or example has a datum with a weight in the loss."""
+    known = evaluation.known
+    if known is not None and not bool((known.scale != 0).all()):
+        for shape in (rows.shape[:2], rows.shape[:1]):
+            if known.scale.numel() % math.prod(shape) == 0:
+                return rows[(known.scale != 0).reshape(*shape, -1).any(-1)].reshape(-1, rows.shape[2])
+    return rows.flatten(0, 1)
+
+
+def _table_squares(indices: Tensor, gradients: Tensor, num_embeddings: int) -> Tensor:
+    """Return the sums over examples of the squared gradient of each row of a table."""
+    places = torch.arange(len(indices), device=indices.device).unsqueeze(1) * num_embeddings + indices
+    distinct, inverse = places.flatten().unique(return_inverse=True)
+    size = gradients.shape[-1]
+    sums = gradients.new_zeros(len(distinct), size).index_add_(0, inverse, gradients.flatten(0, 1))
+    return gradients.new_zeros(num_embeddings, size).index_add_(0, distinct % num_embeddings, sums.square())
