@@ -112,6 +112,9 @@ def _trained_together(training: Training, weights: Tensor) -> State:
     with training.model.training():
         for t in range(training.steps):
             grads, buffers = _gradient(training, state, weights, t)
+            if t == 0:  # matrix products choose the layout of gradients, and updates are slow in another one
+                params = {name: torch.empty_like(g).copy_(state.params[name]) for name, g in grads.items()}
+                state = State(params, rule.init(params), buffers)
             with torch.no_grad():
                 params, optimizer = rule.update(grads, state.optimizer, state.params)
             state = State(params, optimizer, buffers)
