@@ -1,23 +1,32 @@
-"""Hypergradients: derivatives of a loss at the minimum of another one."""
+"""Derivatives of minima, roots and fixed points, and of losses at them."""
 
 from metagrad.hypergrad.bilevel import bilevel
 from metagrad.hypergrad.differences import FiniteDifference
 from metagrad.hypergrad.hypergradient import hypergradient
 from metagrad.hypergrad.implicit_diff import implicit_diff
 from metagrad.hypergrad.inverses import CG, Exact, FirstOrder, Neumann, Nystrom
+from metagrad.hypergrad.iterations import Anderson, Broyden, NewtonKrylov
 from metagrad.hypergrad.problem import Method
+from metagrad.hypergrad.root import Root, fixed_point, implicit_root, root
 from metagrad.hypergrad.unroll import Unroll
 
 __all__ = [
     "CG",
+    "Anderson",
+    "Broyden",
     "Exact",
     "FiniteDifference",
     "FirstOrder",
     "Method",
     "Neumann",
+    "NewtonKrylov",
     "Nystrom",
+    "Root",
     "Unroll",
     "bilevel",
+    "fixed_point",
     "hypergradient",
     "implicit_diff",
+    "implicit_root",
+    "root",
 ]

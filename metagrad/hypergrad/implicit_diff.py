@@ -11,11 +11,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from metagrad.autograd.derivatives.recorded import JacobianGraph, recorded_gradient
 from metagrad.core._torch import Function
-from metagrad.core.checks import check_function, is_a
+from metagrad.core.checks import check_count, check_function, is_a
+from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes, is_transformed
 from metagrad.core.tree import Params, zeros_for_none
 from metagrad.curvature.operators.space import check_params
-from metagrad.curvature.solvers.implicit import refuse_derivatives
+from metagrad.curvature.solvers.implicit import Inverse, attach, refuse_derivatives
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
 
 CALL = "implicit_diff(inner_loss, params)"
@@ -24,7 +25,7 @@ LOOSE_FOR_TASKS = 0.1
 
 _ONCE = (
     "implicit_diff(inner_loss, params): the derivative of a minimum by an implicit method is not differentiable "
-    "again. Take mg.hypergradient(..., create_graph=True), or differentiate through the steps."
+    "again. Pass order=2, or differentiate through the steps."
 )
 
 
@@ -47,6 +48,7 @@ def implicit_diff(
     params: Params,
     *,
     method: ImplicitMethod,
+    order: int = 1,
     call: str = CALL,
 ) -> Params:
     r"""Make the minimum of a loss differentiable by the implicit function theorem.
@@ -63,11 +65,13 @@ def implicit_diff(
             depends on its own parameters. Then the Hessians of all tasks are inverted together and independently.
         params: The minimum by name, dense floating point tensors of one dtype. Stacked tasks have ``[tasks, ...]``
             each. A parameter that the loss does not depend on is a constant.
-        method: An inverse of the Hessian: CG, Neumann, Exact or FirstOrder with a scale.
+        method: An inverse of the Hessian: CG, Neumann, Exact or FirstOrder with a scale. Only CG and Exact, without
+            damping, are right at a higher order.
+        order: How often the minimum can be differentiated. Above 1, the loss is evaluated again for each order.
         call: Name of the caller in errors.
 
     Returns:
-        The same values, differentiable once if grad mode is enabled. A second derivative raises.
+        The same values, differentiable ``order`` times if grad mode is enabled. One more derivative raises.
 
     Raises:
         TypeError: ``method`` is not an inverse of the Hessian, or ``params`` are not such tensors.
@@ -91,6 +95,7 @@ def implicit_diff(
         Walther, "Evaluating derivatives", 2008, section 15.1.
     """
     check_inverse(call, method)
+    check_count(f"{call}, order", order)
     check_function(call, "inner_loss", inner_loss)
     check_params(call, params)
     if not torch.is_grad_enabled():
@@ -114,11 +119,46 @@ def implicit_diff(
         check_solution(call, solution, relative_residual(solution, b), LOOSE_FOR_TASKS)
         return torch.where(sound, solution.value, torch.nan)
 
+    if order > 1:
+        _check_higher(call, method, split)
+        rows = _differentiated(call, inner_loss, hessians, solve, order)
+        found = dict(zip(hessians.names, hessians.split(rows), strict=True))
+        return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
     rows = _ImplicitMinimum.apply(
         hessians.join(hessians.leaves).detach(), hessians.join(hessians.slopes), solve
     )
     found = dict(zip(hessians.names, hessians.split(rows), strict=True))
     return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
+
+
+def _check_higher(call: str, method: ImplicitMethod, split: SplitLoss | None) -> None:
+    """Raise ``ValueError`` if the derivative of a method is not the derivative of the minimum."""
+    if not method.is_exact or getattr(method, "damping", 0.0) or split is not None:
+        raise ValueError(
+            f"{call}: order above 1 needs the inverse of the Hessian itself. Take CG or Exact, without damping, and "
+            "a loss in place of a SplitLoss."
+        )
+
+
+def _differentiated(
+    call: str,
+    inner_loss: Callable[[Params], Any],
+    hessians: _TaskHessians,
+    solve: Callable[[Tensor], Tensor],
+    order: int,
+) -> Tensor:
+    """Return the minimum as rows, the root of minus the gradient."""
+
+    def residual(rows: Tensor) -> Tensor:
+        rows = rows if rows.requires_grad else rows.detach().requires_grad_()
+        with torch.enable_grad(), every_order():
+            loss = inner_loss(dict(zip(hessians.names, hessians.split(rows), strict=True))).sum()
+        (slope,) = torch.autograd.grad(loss, rows, create_graph=True)
+        return -slope
+
+    x = hessians.join(hessians.leaves).detach()
+    inverse = Inverse(residual, solve, solve, order, None, f"{call[:-1]}, order={{}})")
+    return attach(inverse, x, residual(x), order)
 
 
 def _entering(losses: object, leaves: Params) -> Params:

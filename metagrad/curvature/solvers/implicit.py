@@ -1,20 +1,23 @@
-r"""Derivatives of a solution by the implicit function theorem, up to a given order.
+r"""Derivatives of a root by the implicit function theorem, up to a given order.
 
-The solution of :math:`A(\theta) x = b` has :math:`dx = A^{-1} (db - dA \, x)`. In the autograd graph it is written as
-Newton steps from the known solution, a constant,
+A root of :math:`F(y, \theta) = 0` has :math:`dy = A^{-1} \, \partial_\theta F \, d\theta` with
+:math:`A = -\partial F / \partial y`. In the autograd graph it is written as Newton steps from the known root, a
+constant,
 
-.. math:: y_0 = x, \qquad y_j = y_{j-1} + A^{-1} \left( b - A(\theta) \, y_{j-1} \right),
+.. math:: y_0 = x, \qquad y_j = y_{j-1} + A^{-1} F(y_{j-1}, \theta),
 
-whose values are all x. A first derivative goes only through the last step. A cotangent g gives :math:`u = A^{-1} g`
-to b, and :math:`-u^T dA \, x` to all tensors that the operator's products depend on, through the graph of the product
-:math:`A(\theta) y_{j-1}`. That gradient depends on :math:`\theta` through u and through :math:`y_{j-1}`. Here u is
-itself the solution of such a system, and the derivative of :math:`y_{j-1}` comes from the previous step. So each
-order of differentiation needs one step with the graph of one product. Each first derivative costs one solve.
+whose values are all x. A first derivative goes only through the last step. A cotangent g gives
+:math:`u = A^{-\top} g` to the residual. It gives :math:`u^\top \partial_\theta F` to all tensors that F depends on,
+through the graph of :math:`F(y_{j-1}, \theta)`. That gradient depends on :math:`\theta` through u and through
+:math:`y_{j-1}`. Here u is itself the root of :math:`g - A(y_{j-1})^\top u`, and the derivative of :math:`y_{j-1}`
+comes from the previous step. So each order of differentiation needs one step with the graph of one evaluation of F. Each
+first derivative costs one solve.
+
+The solution of a linear system :math:`A(\theta) x = b` is the root of :math:`F = b - A(\theta) x`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,18 +29,49 @@ from metagrad.curvature.linear_map import Rows
 
 
 class Inverse(NamedTuple):
-    """The inverse of a symmetric map of rows."""
+    r"""The inverse of :math:`A = -\partial F / \partial y` at a root, as a map of rows.
 
-    products: Rows  # products of the map, with their graph
-    solve: Callable[[Tensor], Tensor]  # solves rows [k, n], without a graph
-    order: int  # requested order of differentiation
+    Attributes:
+        residual: Rows to F there, [k, n], with its graph.
+        solve: Solves rows with the transpose of A, without a graph.
+        solve_transposed: Solves rows with A, without a graph.
+        order: Requested order of differentiation.
+        products: Products with A, if A is symmetric and the same for all y. None otherwise.
+        call: How errors name the caller.
+    """
+
+    residual: Rows
+    solve: Rows
+    solve_transposed: Rows
+    order: int
+    products: Rows | None = None
+    call: str = "solve(..., order={})"
 
 
-def attach(inverse: Inverse, b: Tensor, x: Tensor, product: Tensor, order: int) -> Tensor:
-    """Give a solution its derivatives up to ``order``, with respect to b and all tensors that products depend on.
+def attach(inverse: Inverse, x: Tensor, residual: Tensor, order: int) -> Tensor:
+    """Give a root its derivatives up to ``order``, with respect to all tensors that its residual depends on.
 
     Args:
         inverse: The inverse of the map.
+        x: The roots, constants, [k, n].
+        residual: The residual at ``x``, with its graph, [k, n].
+        order: Highest order of differentiation, 1 or more.
+    """
+    y = _Step.apply(x, None, residual, inverse, 1)
+    for level in range(2, order + 1):
+        before, switch = _Gate.apply(y)
+        y = _Step.apply(before, switch, inverse.residual(before), inverse, level)
+    return y
+
+
+def attach_linear(
+    products: Rows, inverse: Inverse, b: Tensor, x: Tensor, product: Tensor, order: int
+) -> Tensor:
+    """Give the solution of a linear system its derivatives, with respect to b and all that products depend on.
+
+    Args:
+        products: Products with A, with their graph.
+        inverse: The inverse of the map. Its residual is replaced.
         b: The right-hand sides, [k, n].
         x: The solutions, constants, [k, n].
         product: Product of the map with ``x``, with its graph, [k, n].
@@ -45,11 +79,7 @@ def attach(inverse: Inverse, b: Tensor, x: Tensor, product: Tensor, order: int) 
     """
     if not _varies(product):
         return _Step.apply(x, None, b, inverse, None)
-    y = _Step.apply(x, None, b - product, inverse, 1)
-    for level in range(2, order + 1):
-        before, switch = _Gate.apply(y)
-        y = _Step.apply(before, switch, b - inverse.products(before), inverse, level)
-    return y
+    return attach(inverse._replace(residual=lambda y: b - products(y)), x, b - product, order)
 
 
 def refuse_derivatives(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
@@ -114,20 +144,20 @@ class _Step(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, switch, residual, ctx.inverse, ctx.level = inputs
+        before, switch, residual, ctx.inverse, ctx.level = inputs
         ctx.set_materialize_grads(False)
         # A later derivative goes through the anchor to all tensors that the residual depends on.
         anchor = residual if switch is None else switch
-        ctx.save_for_backward(anchor)
+        ctx.save_for_backward(before, anchor)
 
     @staticmethod
     def backward(ctx, g):
         if g is None:  # a closed gate
             return None, None, None, None, None
-        (anchor,) = ctx.saved_tensors
+        before, anchor = ctx.saved_tensors
         u = _adjoint(ctx.inverse, g)
         if torch.is_grad_enabled():
-            u = _differentiable(ctx.inverse, ctx.level, g, u, anchor)
+            u = _differentiable(ctx.inverse, ctx.level, g, u, before, anchor)
         return g, None, u, None, None
 
     @staticmethod
@@ -140,17 +170,34 @@ class _Step(Function):
         return y.view(before.shape), 0
 
 
-def _differentiable(inverse: Inverse, level: int | None, g: Tensor, u: Tensor, anchor: Tensor) -> Tensor:
+def _differentiable(
+    inverse: Inverse, level: int | None, g: Tensor, u: Tensor, before: Tensor, anchor: Tensor
+) -> Tensor:
     """Make ``u``, the solution for ``g``, differentiable."""
+    turned = inverse._replace(solve=inverse.solve_transposed, solve_transposed=inverse.solve)
     if level is None:
-        return _Step.apply(u, None, g, inverse, None)
+        return _Step.apply(u, None, g, turned, None)
     if level == 1:
         sentence = (
-            f"solve(..., order={inverse.order}): the solution is differentiated more often than that. "
+            f"{inverse.call.format(inverse.order)}: the solution is differentiated more often than that. "
             f"Pass order={inverse.order + 1} or more; each order keeps the graph of one product."
         )
         return refuse_derivatives(u, sentence, anchor)
-    return _Switch.apply(attach(inverse, g, u, inverse.products(u), level - 1), anchor)
+
+    def transposed(rows: Tensor) -> Tensor:
+        return _transposed_product(inverse, before, rows)
+
+    return _Switch.apply(attach_linear(transposed, turned, g, u, transposed(u), level - 1), anchor)
+
+
+def _transposed_product(inverse: Inverse, y: Tensor, u: Tensor) -> Tensor:
+    """Multiply rows with the transpose of A at a point on the tape."""
+    if inverse.products is not None:
+        return inverse.products(u)
+    with torch.enable_grad():
+        y = y if y.requires_grad else y.detach().requires_grad_()
+        (found,) = torch.autograd.grad(inverse.residual(y), y, u, create_graph=True, allow_unused=True)
+    return torch.zeros_like(u) if found is None else -found
 
 
 class _Gate(Function):

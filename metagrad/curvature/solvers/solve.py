@@ -14,7 +14,7 @@ from metagrad.core.tree import HALF
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.dense import Dense
-from metagrad.curvature.solvers.implicit import Inverse, attach, is_batched, refuse_derivatives
+from metagrad.curvature.solvers.implicit import Inverse, attach_linear, is_batched, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
 from metagrad.curvature.solvers.neumann import Neumann
 from metagrad.curvature.solvers.preconditioner import Preconditioner, check_symmetric, checked_preconditioner
@@ -216,7 +216,9 @@ class _SystemSolver:
             max_steps=limits.max_steps,
             expects_convergence=converges,
         )
-        return attach(Inverse(self.system.multiply, adjoint, order), b, x, product, order)
+        products = self.system.multiply
+        inverse = Inverse(products, adjoint, adjoint, order, products)  # of a symmetric map
+        return attach_linear(products, inverse, b, x, product, order)
 
     def adjoint(self, g: Tensor, *, rtol: float, max_steps: int, expects_convergence: bool) -> Tensor:
         """Solve for a cotangent."""

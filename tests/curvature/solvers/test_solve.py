@@ -362,13 +362,11 @@ def test_the_gradients_of_one_pass_do_not_open_the_gate():
     """A gate that always lets cotangents through costs one solve for every order."""
     theta, b, damping = leaves()
     calls = []
-    inverse = implicit.Inverse(
-        lambda rows: rows @ dense(theta, damping),
-        lambda g: calls.append(1) or torch.linalg.solve(dense(theta, damping), g.t()).t().detach(),
-        3,
-    )
+    products = lambda rows: rows @ dense(theta, damping)  # noqa: E731
+    invert = lambda g: calls.append(1) or torch.linalg.solve(dense(theta, damping), g.t()).t().detach()  # noqa: E731
+    inverse = implicit.Inverse(products, invert, invert, 3, products)
     x = inverse.solve(b).detach()
-    y = implicit.attach(inverse, b, x, inverse.products(x), 3)
+    y = implicit.attach_linear(products, inverse, b, x, products(x), 3)
     calls.clear()
     torch.autograd.grad(y.sum(), theta)
     assert len(calls) == 1

@@ -1,0 +1,372 @@
+"""Roots and fixed points with derivatives of any order, by the implicit function theorem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.derivatives.recorded import JacobianGraph
+from metagrad.core._torch import linalg
+from metagrad.core.capture import RandomState
+from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a
+from metagrad.core.norms import every_order
+from metagrad.core.reach import Reached
+from metagrad.core.substitution import own_buffers
+from metagrad.core.tape import is_transformed
+from metagrad.core.tree import Tree, tree_flatten, tree_unflatten
+from metagrad.curvature.linear_map import Rows
+from metagrad.curvature.solvers.gmres import gmres
+from metagrad.curvature.solvers.implicit import Inverse, attach, refuse_derivatives
+from metagrad.curvature.solvers.iteration import RESULTS, length
+from metagrad.curvature.solvers.solution import Result, SolveError, overall
+from metagrad.hypergrad.iterations import Anderson, NewtonKrylov, RootMethod, iterated
+
+LinearSolver = Literal["gmres", "lu"]
+
+
+class RootStats(NamedTuple):
+    """Cost and results of a root.
+
+    Attributes:
+        results: The result of each row.
+        steps: Steps of each row, int64 [k].
+        residual_norms: Norms of f at the end, [k].
+        evaluations: Evaluations of f for all rows together, without derivatives.
+    """
+
+    results: tuple[Result, ...]
+    steps: Tensor
+    residual_norms: Tensor
+    evaluations: int
+
+
+@dataclass(frozen=True, eq=False)
+class Root:
+    """The result of :func:`root` and :func:`fixed_point`.
+
+    Attributes:
+        value: The root, in the form of the start. Differentiable.
+        result: How it ended. For several rows, the first failure if there is one.
+        stats: Steps, residuals and evaluations.
+    """
+
+    value: Any
+    result: Result
+    stats: RootStats
+
+    def __repr__(self) -> str:
+        return f"Root({self.result.name}: {int(self.stats.steps.max())} steps, {self.stats.evaluations} evaluations)"
+
+
+def root(
+    f: Callable[[Any], Any],
+    x0: Tree,
+    *,
+    method: RootMethod | None = None,
+    order: int = 1,
+    solver: LinearSolver = "gmres",
+    rtol: float = 1e-6,
+    atol: float = 0.0,
+    max_steps: int = 100,
+    batch_ndim: Literal[0, 1] = 0,
+    throw: bool = False,
+) -> Root:
+    r"""Find a root of a function, with its derivatives by the implicit function theorem.
+
+    .. math:: f(x^*, \theta) = 0, \qquad
+              \frac{dx^*}{d\theta} = -\left( \frac{\partial f}{\partial x} \right)^{-1}
+              \frac{\partial f}{\partial \theta}
+
+    :math:`\theta` is every tensor that requires grad and that ``f`` uses. A backward pass costs one linear solve with
+    the transposed Jacobian, whatever the ``order``. The way in which the root was found does not matter.
+
+    Args:
+        f: A deterministic function of a tensor, or of a pytree of tensors, to values of the same shapes.
+        x0: The start, a constant.
+        method: ``NewtonKrylov()`` by default. ``Anderson`` and ``Broyden`` are for functions that are close to
+            ``g(x) - x``.
+        order: How often the root can be differentiated. Each order keeps the graph of one evaluation.
+        solver: ``"gmres"``, or ``"lu"``, which makes the dense Jacobian.
+        rtol: Rows stop at this norm of f, relative to the norm at the start. Also the relative residual of the
+            linear solves of derivatives.
+        atol: Rows also stop at this norm of f.
+        max_steps: Maximum number of steps.
+        batch_ndim: 1 for independent roots: all tensors are ``[k, ...]``, and row i of the values depends only on row
+            i. Rows stop independently.
+        throw: Raise an error if a row does not converge.
+
+    Raises:
+        ValueError: An argument is out of its range, or the values of ``f`` differ in shape from ``x0``.
+        TypeError: ``f`` is not callable, or ``x0`` has an entry that is not a floating point tensor.
+        SolveError: With ``throw``, a row did not converge. In a backward pass, the linear solve failed, as of a
+            singular Jacobian.
+
+    Note:
+        A derivative of a value that did not converge raises an error.
+
+    Example:
+        The root of :math:`x^2 = \theta` has the second derivative :math:`-\theta^{-3/2} / 4`:
+
+        >>> theta = torch.tensor([4.0], requires_grad=True)
+        >>> found = metagrad.hypergrad.root(lambda x: x**2 - theta, torch.tensor([1.0]), order=2)
+        >>> (first,) = torch.autograd.grad(found.value.sum(), theta, create_graph=True)
+        >>> (second,) = torch.autograd.grad(first.sum(), theta)
+        >>> found.value.item(), first.item(), second.item()
+        (2.0, 0.25, -0.03125)
+
+    References:
+        Griewank, Walther, "Evaluating derivatives", 2008, chapter 15; Bai, Kolter, Koltun, "Deep equilibrium
+        models", NeurIPS 2019; Blondel et al., "Efficient and modular implicit differentiation", NeurIPS 2022.
+    """
+    call = "root(f, x0)"
+    return _found(
+        call, f, x0, method or NewtonKrylov(), order, solver, rtol, atol, max_steps, batch_ndim, throw
+    )
+
+
+def fixed_point(
+    g: Callable[[Any], Any], z0: Tree, *, method: RootMethod | None = None, **options: Any
+) -> Root:
+    r"""Find a fixed point :math:`z = g(z)`, with its derivatives: the root of :math:`g(z) - z`.
+
+    Args:
+        g: A deterministic function of a tensor or pytree to values of the same shapes.
+        z0: The start, a constant.
+        method: ``Anderson()`` by default, ``Broyden()`` or ``NewtonKrylov()``.
+        **options: As for :func:`root`.
+
+    Raises:
+        ValueError: As for :func:`root`.
+        TypeError: As for :func:`root`.
+        SolveError: As for :func:`root`.
+
+    Example:
+        The minimum of :math:`(z - 2)^2` for :math:`z \le \theta`, by projected gradient steps:
+
+        >>> theta = torch.tensor([1.0], requires_grad=True)
+        >>> def step(z): return torch.minimum(z - 0.25 * 2 * (z - 2), theta)
+        >>> z = metagrad.hypergrad.fixed_point(step, torch.tensor([0.0])).value
+        >>> z.item(), torch.autograd.grad(z.sum(), theta)[0].item()
+        (1.0, 1.0)
+
+    References:
+        Bai, Kolter, Koltun, "Deep equilibrium models", NeurIPS 2019.
+    """
+    check_function("fixed_point(g, z0)", "g", g)
+
+    def f(z: Any) -> Any:
+        leaves, form = tree_flatten(z)
+        values = tree_flatten(g(z))[0]
+        return tree_unflatten([a - b for a, b in zip(values, leaves, strict=True)], form)
+
+    return root(f, z0, method=method or Anderson(), **options)
+
+
+def implicit_root(
+    f: Callable[[Any], Any],
+    x: Tree,
+    *,
+    order: int = 1,
+    solver: LinearSolver = "gmres",
+    rtol: float = 1e-6,
+    batch_ndim: Literal[0, 1] = 0,
+) -> Any:
+    """Give a root that was found elsewhere its derivatives.
+
+    Args:
+        f: As for :func:`root`.
+        x: The root, a tensor or pytree, a constant.
+        order: As for :func:`root`.
+        solver: As for :func:`root`.
+        rtol: Relative residual of the linear solves of derivatives.
+        batch_ndim: As for :func:`root`.
+
+    Returns:
+        The same values, differentiable. If ``x`` is far from a root, the derivative is wrong.
+
+    Raises:
+        ValueError: As for :func:`root`.
+        TypeError: As for :func:`root`.
+        SolveError: In a backward pass, the linear solve failed.
+
+    Example:
+        >>> theta = torch.tensor([9.0], requires_grad=True)
+        >>> x = metagrad.hypergrad.implicit_root(lambda x: x**2 - theta, torch.tensor([3.0]))
+        >>> torch.autograd.grad(x.sum(), theta)[0]  # 1 / (2 * 3)
+        tensor([0.1667])
+
+    References:
+        Griewank, Walther, "Evaluating derivatives", 2008, chapter 15.
+    """
+    call = "implicit_root(f, x)"
+    problem = RootProblem(call, f, x, batch_ndim, order)
+    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
+    check_number(f"{call}: rtol", rtol, 0.0)
+    return problem.tree(problem.attached(problem.start, solver, rtol, order))
+
+
+def _found(
+    call: str,
+    f: Callable[[Any], Any],
+    x0: Tree,
+    method: RootMethod,
+    order: int,
+    solver: LinearSolver,
+    rtol: float,
+    atol: float,
+    max_steps: int,
+    batch_ndim: int,
+    throw: bool,
+) -> Root:
+    problem = RootProblem(call, f, x0, batch_ndim, order)
+    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
+    check_count(f"{call}, max_steps", max_steps)
+    for name, number in (("rtol", rtol), ("atol", atol)):
+        check_number(f"{call}: {name}", number, 0.0)
+    with torch.no_grad():
+        run = iterated(problem.residual, method, problem.start, rtol, atol, max_steps)
+    results = tuple(RESULTS[int(index)] for index in run.status)
+    result = overall(results)
+    stats = RootStats(results, run.steps, run.residuals, problem.evaluations)
+    if throw and not result.is_success:
+        row = results.index(result)
+        raise SolveError(
+            f"{call}: row {row} of {len(results)}, |f| = {float(run.residuals[row]):.3g}: {result.value}"
+        )
+    x = run.x
+    if result.is_success:
+        x = problem.attached(x, solver, rtol, order)
+    elif torch.is_grad_enabled():
+        sentence = f"{call}: the value is no root, so the theorem gives no derivative: {result.value}"
+        x = refuse_derivatives(x, sentence, problem.residual(x))
+    return Root(problem.tree(x), result, stats)
+
+
+class RootProblem:
+    """A function of trees as a function of rows ``[k, n]``, one for each independent root."""
+
+    def __init__(self, call: str, f: Callable[[Any], Any], x: Tree, batch_ndim: int, order: int) -> None:
+        check_function(call, "f", f)
+        check_choice(f"{call}: batch_ndim", batch_ndim, (0, 1))
+        check_count(f"{call}, order", order)
+        if is_transformed():
+            raise ValueError(
+                f"{call}: it does not work inside a torch.func transform. Differentiate by backward()."
+            )
+        leaves, self._form = tree_flatten(x)
+        if not leaves or not all(is_a(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves):
+            raise TypeError(f"{call}: the start must be a tensor, or a pytree of floating point tensors.")
+        rows = {leaf.shape[:batch_ndim] for leaf in leaves}
+        if len(rows) > 1 or (rows == {()} and batch_ndim):
+            raise ValueError(
+                f"{call}: with batch_ndim=1, all tensors must be [k, ...], got {[*map(list, rows)]}."
+            )
+        self._call, self._f, self._order, self.evaluations = call, f, order, 0
+        self._shapes = [leaf.shape for leaf in leaves]
+        self._k = leaves[0].shape[0] if batch_ndim else 1
+        self._sizes = [leaf.numel() // max(self._k, 1) for leaf in leaves]
+        self.start: Tensor = self.rows([leaf.detach() for leaf in leaves])
+        self._modules = Reached(f).modules
+        self._random: RandomState | None = None
+
+    def rows(self, leaves: list[Tensor]) -> Tensor:
+        """Return tensors as rows."""
+        return torch.cat([leaf.reshape(self._k, -1) for leaf in leaves], 1)
+
+    def tree(self, rows: Tensor) -> Any:
+        """Return rows in the form of the start."""
+        parts = zip(rows.split_with_sizes(self._sizes, 1), self._shapes, strict=True)
+        return tree_unflatten([part.reshape(shape) for part, shape in parts], self._form)
+
+    def residual(self, rows: Tensor) -> Tensor:
+        """Evaluate f. Every evaluation draws the same random numbers, and buffers stay."""
+        self.evaluations += 1
+        if self._random is None:
+            random = RandomState()
+            with random.restored():
+                found = self._evaluated(rows)
+                random.close()
+            self._random = random
+            return found
+        with self._random.restored():
+            return self._evaluated(rows)
+
+    def _evaluated(self, rows: Tensor) -> Tensor:
+        with own_buffers(module for module in self._modules if module.training):
+            if self._order == 1:
+                values = self._f(self.tree(rows))
+            else:
+                with every_order():
+                    values = self._f(self.tree(rows))
+        leaves, form = tree_flatten(values)
+        if form != self._form or [leaf.shape for leaf in leaves] != self._shapes:
+            raise ValueError(
+                f"{self._call}: the values of the function must have the form and shapes of the start."
+            )
+        return self.rows(leaves)
+
+    def attached(self, x: Tensor, solver: LinearSolver, rtol: float, order: int) -> Tensor:
+        """Return the root with its derivatives."""
+        x = x.detach()
+        if not torch.is_grad_enabled():
+            return x
+        residual = self.residual(x)
+        if not residual.requires_grad:
+            return x
+        linear = Linearization(self._call, self.residual, x, solver, max(rtol, torch.finfo(x.dtype).eps))
+        call = f"{self._call[:-1]}, order={{}})"
+        inverse = Inverse(self.residual, linear.solve_transposed, linear.solve, order, None, call)
+        return attach(inverse, x, residual, order)
+
+
+class Linearization:
+    """Solves with minus the Jacobian at a root, and with its transpose."""
+
+    def __init__(self, call: str, f: Rows, x: Tensor, solver: LinearSolver, rtol: float) -> None:
+        self._call, self._f, self._x, self._solver, self._rtol = call, f, x, solver, rtol
+
+    @cached_property
+    def _graph(self) -> JacobianGraph:
+        with torch.enable_grad():
+            leaf = self._x.detach().requires_grad_()
+            return JacobianGraph(self._call, [self._f(leaf)], {"x": leaf})
+
+    @cached_property
+    def _matrix(self) -> Tensor:
+        k, n = self._x.shape
+        identity = torch.eye(n, dtype=self._x.dtype, device=self._x.device)
+        rows = [self._graph.pull([row.expand(k, n).contiguous()])[0] for row in identity]
+        return -torch.stack(rows, 1)  # [k, n, n]
+
+    def solve_transposed(self, g: Tensor) -> Tensor:
+        """Solve with the transpose, without a graph."""
+        return self._solved(g, lambda rows: -self._graph.pull([rows])[0], lambda: self._matrix.mT)
+
+    def solve(self, g: Tensor) -> Tensor:
+        """Solve, without a graph."""
+        return self._solved(g, lambda rows: -self._graph.push([rows])[0], lambda: self._matrix)
+
+    def _solved(self, g: Tensor, products: Rows, matrix: Callable[[], Tensor]) -> Tensor:
+        with torch.no_grad():
+            g = g.detach()
+            if self._solver == "lu":
+                found, info = linalg.solve_ex(matrix(), g[:, :, None])
+                if bool(info.any()):
+                    raise SolveError(
+                        f"{self._call}: the Jacobian at the root is singular, so it has no derivative."
+                    )
+                return found[:, :, 0]
+            steps = min(10 * g.shape[1], 10_000)
+            run = gmres(products, g, tolerance=self._rtol * length(g), max_steps=steps)
+        failed = {RESULTS[int(index)] for index in run.status} - {Result.CONVERGED}
+        if failed:
+            raise SolveError(
+                f"{self._call}: the linear solve of its derivative failed ({failed.pop().name}). The Jacobian may be "
+                'singular or badly conditioned. Take solver="lu", a larger rtol, or another root.'
+            )
+        return run.x
