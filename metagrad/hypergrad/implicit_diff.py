@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from metagrad.autograd.derivatives.recorded import JacobianGraph, recorded_gradient
-from metagrad.core._torch import Function
 from metagrad.core.checks import check_count, check_function, is_a
 from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes, is_transformed
 from metagrad.core.tree import Params, zeros_for_none
 from metagrad.curvature.operators.space import check_params
-from metagrad.curvature.solvers.implicit import Inverse, attach, refuse_derivatives
+from metagrad.curvature.solvers.implicit import Inverse, attach
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
 
 CALL = "implicit_diff(inner_loss, params)"
 LOOSE_FOR_TASKS = 0.1
 """As :data:`~metagrad.hypergrad.implicit.LOOSE`, for stacked tasks, whose gradients are noisy."""
-
-_ONCE = (
-    "implicit_diff(inner_loss, params): the derivative of a minimum by an implicit method is not differentiable "
-    "again. Pass order=2, or differentiate through the steps."
-)
 
 
 class SplitLoss(NamedTuple):
@@ -121,12 +115,16 @@ def implicit_diff(
 
     if order > 1:
         _check_higher(call, method, split)
-        rows = _differentiated(call, inner_loss, hessians, solve, order)
-        found = dict(zip(hessians.names, hessians.split(rows), strict=True))
-        return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
-    rows = _ImplicitMinimum.apply(
-        hessians.join(hessians.leaves).detach(), hessians.join(hessians.slopes), solve
-    )
+
+    def residual(rows: Tensor) -> Tensor:
+        with torch.enable_grad(), every_order():
+            again = inner_loss(dict(zip(hessians.names, hessians.split(rows), strict=True)))
+        assert isinstance(again, Tensor)
+        return -torch.autograd.grad(again.sum(), rows, create_graph=True)[0]
+
+    inverse = Inverse(residual, solve, solve, order, None, f"{call[:-1]}, order={{}})")
+    x, slope = hessians.join(hessians.leaves).detach(), hessians.join(hessians.slopes)
+    rows = attach(inverse, x, -slope, order)
     found = dict(zip(hessians.names, hessians.split(rows), strict=True))
     return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
 
@@ -138,27 +136,6 @@ def _check_higher(call: str, method: ImplicitMethod, split: SplitLoss | None) ->
             f"{call}: order above 1 needs the inverse of the Hessian itself. Take CG or Exact, without damping, and "
             "a loss in place of a SplitLoss."
         )
-
-
-def _differentiated(
-    call: str,
-    inner_loss: Callable[[Params], Any],
-    hessians: _TaskHessians,
-    solve: Callable[[Tensor], Tensor],
-    order: int,
-) -> Tensor:
-    """Return the minimum as rows, the root of minus the gradient."""
-
-    def residual(rows: Tensor) -> Tensor:
-        rows = rows if rows.requires_grad else rows.detach().requires_grad_()
-        with torch.enable_grad(), every_order():
-            loss = inner_loss(dict(zip(hessians.names, hessians.split(rows), strict=True))).sum()
-        (slope,) = torch.autograd.grad(loss, rows, create_graph=True)
-        return -slope
-
-    x = hessians.join(hessians.leaves).detach()
-    inverse = Inverse(residual, solve, solve, order, None, f"{call[:-1]}, order={{}})")
-    return attach(inverse, x, residual(x), order)
 
 
 def _entering(losses: object, leaves: Params) -> Params:
@@ -229,25 +206,3 @@ class _TaskHessians:
         """Invert :meth:`join`."""
         parts = zip(rows.split_with_sizes(self._sizes, 1), self.leaves, strict=True)
         return [part.reshape(leaf.shape) for part, leaf in parts]
-
-
-class _ImplicitMinimum(Function):
-    """The minimum. Its derivative with respect to the gradient of the loss is minus the inverse of the Hessian."""
-
-    @staticmethod
-    def forward(rows: Tensor, slope: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
-        return rows.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, slope, ctx.solve = inputs
-        ctx.save_for_backward(slope)
-
-    @staticmethod
-    def backward(ctx: Any, cotangents: Tensor):
-        (slope,) = ctx.saved_tensors
-        with torch.no_grad():
-            u = -ctx.solve(cotangents.detach())
-        if torch.is_grad_enabled():
-            u = refuse_derivatives(u, _ONCE, slope, cotangents)
-        return None, u, None

@@ -124,9 +124,28 @@ def root(
         models", NeurIPS 2019; Blondel et al., "Efficient and modular implicit differentiation", NeurIPS 2022.
     """
     call = "root(f, x0)"
-    return _found(
-        call, f, x0, method or NewtonKrylov(), order, solver, rtol, atol, max_steps, batch_ndim, throw
-    )
+    problem = RootProblem(call, f, x0, batch_ndim, order)
+    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
+    check_count(f"{call}, max_steps", max_steps)
+    for name, number in (("rtol", rtol), ("atol", atol)):
+        check_number(f"{call}: {name}", number, 0.0)
+    with torch.no_grad():
+        run = iterated(problem.residual, method or NewtonKrylov(), problem.start, rtol, atol, max_steps)
+    results = tuple(RESULTS[int(index)] for index in run.status)
+    result = overall(results)
+    stats = RootStats(results, run.steps, run.residuals, problem.evaluations)
+    if throw and not result.is_success:
+        row = results.index(result)
+        raise SolveError(
+            f"{call}: row {row} of {len(results)}, |f| = {float(run.residuals[row]):.3g}: {result.value}"
+        )
+    x = run.x
+    if result.is_success:
+        x = problem.attached(x, solver, rtol, order)
+    elif torch.is_grad_enabled():
+        sentence = f"{call}: the value is no root, so the theorem gives no derivative: {result.value}"
+        x = refuse_derivatives(x, sentence, problem.residual(x))
+    return Root(problem.tree(x), result, stats)
 
 
 def fixed_point(
@@ -208,43 +227,6 @@ def implicit_root(
     check_choice(f"{call}: solver", solver, ("gmres", "lu"))
     check_number(f"{call}: rtol", rtol, 0.0)
     return problem.tree(problem.attached(problem.start, solver, rtol, order))
-
-
-def _found(
-    call: str,
-    f: Callable[[Any], Any],
-    x0: Tree,
-    method: RootMethod,
-    order: int,
-    solver: LinearSolver,
-    rtol: float,
-    atol: float,
-    max_steps: int,
-    batch_ndim: int,
-    throw: bool,
-) -> Root:
-    problem = RootProblem(call, f, x0, batch_ndim, order)
-    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
-    check_count(f"{call}, max_steps", max_steps)
-    for name, number in (("rtol", rtol), ("atol", atol)):
-        check_number(f"{call}: {name}", number, 0.0)
-    with torch.no_grad():
-        run = iterated(problem.residual, method, problem.start, rtol, atol, max_steps)
-    results = tuple(RESULTS[int(index)] for index in run.status)
-    result = overall(results)
-    stats = RootStats(results, run.steps, run.residuals, problem.evaluations)
-    if throw and not result.is_success:
-        row = results.index(result)
-        raise SolveError(
-            f"{call}: row {row} of {len(results)}, |f| = {float(run.residuals[row]):.3g}: {result.value}"
-        )
-    x = run.x
-    if result.is_success:
-        x = problem.attached(x, solver, rtol, order)
-    elif torch.is_grad_enabled():
-        sentence = f"{call}: the value is no root, so the theorem gives no derivative: {result.value}"
-        x = refuse_derivatives(x, sentence, problem.residual(x))
-    return Root(problem.tree(x), result, stats)
 
 
 class RootProblem:

@@ -95,7 +95,7 @@ def test_a_second_derivative_is_refused():
     )
     (first,) = torch.autograd.grad(found["phi"], lam, create_graph=True)
     assert first == 6
-    with pytest.raises(RuntimeError, match=r"not differentiable again. Pass order=2"):
+    with pytest.raises(RuntimeError, match=r"Pass order=2"):
         torch.autograd.grad(first, lam)
 
 

@@ -10,8 +10,8 @@ whose values are all x. A first derivative goes only through the last step. A co
 :math:`u = A^{-\top} g` to the residual. It gives :math:`u^\top \partial_\theta F` to all tensors that F depends on,
 through the graph of :math:`F(y_{j-1}, \theta)`. That gradient depends on :math:`\theta` through u and through
 :math:`y_{j-1}`. Here u is itself the root of :math:`g - A(y_{j-1})^\top u`, and the derivative of :math:`y_{j-1}`
-comes from the previous step. So each order of differentiation needs one step with the graph of one evaluation of F. Each
-first derivative costs one solve.
+comes from the previous step. So each order of differentiation needs one step with the graph of one evaluation of F.
+Each first derivative costs one solve.
 
 The solution of a linear system :math:`A(\theta) x = b` is the root of :math:`F = b - A(\theta) x`.
 """
