@@ -33,7 +33,8 @@ class RootRun(NamedTuple):
     x: Tensor  # [k, n]
     steps: Tensor  # int64 [k]
     status: Tensor  # index into RESULTS, int64 [k]
-    residuals: Tensor  # norms, [k]
+    residuals: Tensor  # norms of f, [k]
+    relative: Tensor  # the same, relative to the start, [k]
 
 
 class RootMethod(Protocol):
@@ -48,7 +49,8 @@ def iterated(f: Rows, method: RootMethod, x: Tensor, rtol: float, atol: float, m
     """Iterate until the residual of each row is within its tolerance."""
     step = method.begin(f)
     now = Iterate(x, f(x))
-    tolerance = (rtol * length(now.f)).clamp_min(atol)
+    first = length(now.f)
+    tolerance = (rtol * first).clamp_min(atol)
     status = begun(now.f, is_finite(now.f), tolerance)
     steps = torch.zeros_like(status)
     for _ in range(max_steps):
@@ -63,7 +65,9 @@ def iterated(f: Rows, method: RootMethod, x: Tensor, rtol: float, atol: float, m
         now = Iterate(*(torch.where(sound[:, None], a, b) for a, b in zip(found, now, strict=True)))
         steps = steps + active
         status = fill(status, length(now.f) <= tolerance, Result.CONVERGED)
-    return RootRun(now.x, steps, ended(status), length(now.f))
+    residuals = length(now.f)
+    relative = residuals / torch.where(first > 0, first, 1.0)
+    return RootRun(now.x, steps, ended(status), residuals, relative)
 
 
 @dataclass(frozen=True)

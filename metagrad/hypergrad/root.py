@@ -13,7 +13,7 @@ from torch import Tensor
 from metagrad.autograd.derivatives.recorded import JacobianGraph
 from metagrad.core._torch import linalg
 from metagrad.core.capture import RandomState
-from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a
+from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a, warn
 from metagrad.core.norms import every_order
 from metagrad.core.reach import Reached
 from metagrad.core.substitution import own_buffers
@@ -24,6 +24,7 @@ from metagrad.curvature.solvers.gmres import gmres
 from metagrad.curvature.solvers.implicit import Inverse, attach, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, length
 from metagrad.curvature.solvers.solution import Result, SolveError, overall
+from metagrad.hypergrad.implicit import LOOSE
 from metagrad.hypergrad.iterations import Anderson, NewtonKrylov, RootMethod, iterated
 
 LinearSolver = Literal["gmres", "lu"]
@@ -107,7 +108,8 @@ def root(
             singular Jacobian.
 
     Note:
-        A derivative of a value that did not converge raises an error.
+        If a row does not converge, its norm of f may be at most a hundredth of the norm at the start, which gives a
+        warning. Otherwise a derivative raises an error.
 
     Example:
         The root of :math:`x^2 = \theta` has the second derivative :math:`-\theta^{-3/2} / 4`:
@@ -123,29 +125,16 @@ def root(
         Griewank, Walther, "Evaluating derivatives", 2008, chapter 15; Bai, Kolter, Koltun, "Deep equilibrium
         models", NeurIPS 2019; Blondel et al., "Efficient and modular implicit differentiation", NeurIPS 2022.
     """
-    call = "root(f, x0)"
-    problem = RootProblem(call, f, x0, batch_ndim, order)
-    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
-    check_count(f"{call}, max_steps", max_steps)
-    for name, number in (("rtol", rtol), ("atol", atol)):
-        check_number(f"{call}: {name}", number, 0.0)
-    with torch.no_grad():
-        run = iterated(problem.residual, method or NewtonKrylov(), problem.start, rtol, atol, max_steps)
-    results = tuple(RESULTS[int(index)] for index in run.status)
-    result = overall(results)
-    stats = RootStats(results, run.steps, run.residuals, problem.evaluations)
-    if throw and not result.is_success:
-        row = results.index(result)
-        raise SolveError(
-            f"{call}: row {row} of {len(results)}, |f| = {float(run.residuals[row]):.3g}: {result.value}"
-        )
-    x = run.x
-    if result.is_success:
-        x = problem.attached(x, solver, rtol, order)
-    elif torch.is_grad_enabled():
-        sentence = f"{call}: the value is no root, so the theorem gives no derivative: {result.value}"
-        x = refuse_derivatives(x, sentence, problem.residual(x))
-    return Root(problem.tree(x), result, stats)
+    options: dict[str, Any] = {
+        "order": order,
+        "solver": solver,
+        "rtol": rtol,
+        "atol": atol,
+        "max_steps": max_steps,
+    }
+    return _found(
+        "root(f, x0)", f, x0, method or NewtonKrylov(), batch_ndim=batch_ndim, throw=throw, **options
+    )
 
 
 def fixed_point(
@@ -183,7 +172,7 @@ def fixed_point(
         values = tree_flatten(g(z))[0]
         return tree_unflatten([a - b for a, b in zip(values, leaves, strict=True)], form)
 
-    return root(f, z0, method=method or Anderson(), **options)
+    return _found("fixed_point(g, z0)", f, z0, method or Anderson(), **options)
 
 
 def implicit_root(
@@ -227,6 +216,48 @@ def implicit_root(
     check_choice(f"{call}: solver", solver, ("gmres", "lu"))
     check_number(f"{call}: rtol", rtol, 0.0)
     return problem.tree(problem.attached(problem.start, solver, rtol, order))
+
+
+def _found(
+    call: str,
+    f: Callable[[Any], Any],
+    x0: Tree,
+    method: RootMethod,
+    *,
+    order: int = 1,
+    solver: LinearSolver = "gmres",
+    rtol: float = 1e-6,
+    atol: float = 0.0,
+    max_steps: int = 100,
+    batch_ndim: int = 0,
+    throw: bool = False,
+) -> Root:
+    problem = RootProblem(call, f, x0, batch_ndim, order)
+    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
+    check_count(f"{call}, max_steps", max_steps)
+    for name, number in (("rtol", rtol), ("atol", atol)):
+        check_number(f"{call}: {name}", number, 0.0)
+    with torch.no_grad():
+        run = iterated(problem.residual, method, problem.start, rtol, atol, max_steps)
+    results = tuple(RESULTS[int(index)] for index in run.status)
+    result = overall(results)
+    stats = RootStats(results, run.steps, run.residuals, problem.evaluations)
+    x = run.x
+    if not result.is_success:
+        row = results.index(result)
+        failure = (
+            f"{call}: row {row} of {len(results)}, |f| = {float(run.residuals[row]):.3g}: {result.value}"
+        )
+        if throw:
+            raise SolveError(failure)
+        if torch.is_grad_enabled() and not bool((run.relative <= LOOSE).all()):
+            sentence = (
+                f"{failure} The value is no root, so the implicit function theorem gives no derivative."
+            )
+            return Root(problem.tree(refuse_derivatives(x, sentence, problem.residual(x))), result, stats)
+        if torch.is_grad_enabled():
+            warn(f"{failure} The derivative is as far from that of the root as the value.")
+    return Root(problem.tree(problem.attached(x, solver, rtol, order)), result, stats)
 
 
 class RootProblem:

@@ -176,10 +176,13 @@ def test_what_is_no_root_has_no_derivative():
     theta = torch.tensor([1.0], dtype=F64, requires_grad=True)
     found = root(lambda x: x**2 + theta, torch.ones(1, dtype=F64), max_steps=20)
     assert not found.result.is_success
-    with pytest.raises(RuntimeError, match="no root, so the theorem gives no derivative"):
+    with pytest.raises(RuntimeError, match=r"root\(f, x0\): row 0 of 1.* no root"):
         found.value.sum().backward()
     with pytest.raises(SolveError, match=r"root\(f, x0\): row 0 of 1"):
         root(lambda x: x**2 + theta, torch.ones(1, dtype=F64), throw=True)
+    with pytest.warns(UserWarning, match="as far from that of the root"):
+        near = root(lambda x: x**2 - theta, torch.tensor([1.3], dtype=F64), max_steps=2, rtol=1e-12)
+    assert float(torch.autograd.grad(near.value.sum(), theta)[0]) == pytest.approx(0.5, abs=1e-3)
     assert root(lambda x: x * math.nan, torch.ones(1)).result is Result.NON_FINITE
     for solver in ("gmres", "lu"):
         double = implicit_root(lambda x: (x - theta) ** 2, theta.detach(), solver=solver)
