@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import sys
 import threading
@@ -89,13 +88,6 @@ class Reached:
             elif id(value) not in seen:
                 seen.add(id(value))
                 waiting.extend(self._parts(place, value, seen))
-
-    def now(self) -> Reached:
-        """Return the same objects, with the tensors that their places hold now."""
-        other = copy.copy(self)
-        other.contents = {}
-        other.tensors = [(place, place.get()) for place, _ in self.tensors]
-        return other
 
     def _parts(self, place: Place | None, value: Any, seen: set[int]) -> Iterator[tuple[Place, object]]:
         if isinstance(value, nn.Module):

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 
 def graph_vjp(
-    outputs: Iterable[Tensor | None],
+    outputs: Iterable[Tensor | GradientEdge | None],
     inputs: Sequence[Tensor | GradientEdge],
     cotangents: Iterable[Tensor | None],
     *,
@@ -26,7 +26,7 @@ def graph_vjp(
     Outputs that do not require grad, or that are None or have a cotangent of None, are omitted.
 
     Args:
-        outputs: Tensors with a graph, of any shapes.
+        outputs: Tensors with a graph, of any shapes, or their gradient edges.
         inputs: The tensors of that graph, or the gradient edges, to differentiate with respect to.
         cotangents: One for each output, in its shape.
         batched: Take stacks ``[m, *shape]`` of cotangents, and return stacks.
@@ -45,12 +45,14 @@ def graph_vjp(
     pairs = [
         (output, cotangent)
         for output, cotangent in zip(outputs, cotangents, strict=True)
-        if output is not None and cotangent is not None and output.requires_grad
+        if output is not None
+        and cotangent is not None
+        and (isinstance(output, GradientEdge) or output.requires_grad)
     ]
     if not pairs or not inputs:
         return [None] * len(inputs)
     found = torch.autograd.grad(
-        [output for output, _ in pairs],
+        [output for output, _ in pairs],  # type: ignore[reportArgumentType, reportCallIssue]
         inputs,  # type: ignore[reportArgumentType, reportCallIssue]
         [cotangent for _, cotangent in pairs],
         is_grads_batched=batched,

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.recompute.fingerprint import Fingerprint
@@ -166,8 +166,10 @@ class Vjp:
             inputs = [_private(t, create_graph) for t in tensors]
             outputs = self.call(inputs)
         own = {i: leaf for i in self.wanted if (leaf := self.leaves.get(i)) is not None}
+        ends = [_end(outputs[i]) for i in self.present]
+        del outputs
         found = graph_vjp(
-            [outputs[i] for i in self.present],
+            ends,
             [*(inputs[i] for i in self.wanted), *own.values()],
             cotangents,
             create_graph=create_graph,
@@ -225,6 +227,11 @@ def vjp(
         for index, gradient in zip(wanted, grads, strict=True):
             result[index] = gradient
     return result
+
+
+def _end(output: Tensor | None) -> GradientEdge | None:
+    """Return the edge at which the backward pass of an output begins. It does not keep the values of the output."""
+    return get_gradient_edge(output) if output is not None and output.requires_grad else None
 
 
 def _private(tensor: Tensor, create_graph: bool) -> Tensor:

@@ -68,7 +68,9 @@ class CallState:
     def now(self) -> CallState:
         """Return the state of a loop within the loop, whose tensors have other values."""
         other = copy.copy(self)
-        other.reached = self.reached.now()
+        other.reached = copy.copy(self.reached)
+        other.reached.contents = {}
+        other.reached.tensors = [(place, place.get()) for place, _ in self.reached.tensors]
         return other
 
 

@@ -124,7 +124,6 @@ class Compiler:
             "step": functools.partial(_in_pieces, pulled, 1),
             "sqrt": functools.partial(_in_pieces, _again(in_pieces), max(math.isqrt(len(times)), 1)),
         }
-        loops["log"] = loops["sqrt"]  # each segment is a compiled function, so there are no shorter ones
         return loop_keeping(memory, (state, args), loops)(step, state, args, times)
 
     def _piece(self, step: Step, state: Tree, args: Arguments, times: range) -> Pair:

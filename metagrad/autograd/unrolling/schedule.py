@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ def loop_keeping(memory: str | int, tensors: Tree, loops: Mapping[str, Loop] | N
         memory = free_bytes(device_of(tensors))
     if isinstance(memory, int):
         return functools.partial(budgeted, budget=memory, loops=loops)
-    return loops[memory]
+    return loops.get(memory) or loops["sqrt"]  # compiled segments are not split into shorter ones
 
 
 def plain(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
@@ -52,31 +52,21 @@ def plain(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
 
 
 def recomputed(
-    step: Step,
-    state: Tree,
-    args: Arguments,
-    times: range,
-    name: str = "at t={}",
-    shared: CallState | None = None,
+    step: Step, state: Tree, args: Arguments, times: range, shared: CallState | None = None
 ) -> Pair:
     """Keep a state for each step."""
     known = CallState(step, _STEP) if shared is None else shared
     num_kept = len(dissect(state)[0])
 
     def recomputed_step(state: Tree, t: int, *args: Tree) -> Pair:
-        called = f"{_STEP} {name.format(t)}"
+        called = f"{_STEP} at t={t}"
         return recording_call(step, (state, t, *args), {}, name=called, state=known, num_kept=num_kept)
 
     return plain(recomputed_step, state, args, times)
 
 
 def few_states(
-    step: Step,
-    state: Tree,
-    args: Arguments,
-    times: range,
-    states: int | str,
-    within: CallState | None = None,
+    step: Step, state: Tree, args: Arguments, times: range, states: int | str, within: CallState | None = None
 ) -> Pair:
     """Keep at most ``states`` states at a time, or as many as the memory mode ``states``. See :class:`Plan`.
 
@@ -105,12 +95,11 @@ def _as_one(states: int, shared: CallState, step: Step, state: Tree, args: Argum
     if len(times) == 1:
         return recomputed(step, state, args, times, shared=shared)
 
-    def segment(state: Tree, _: int, args: Arguments) -> Pair:
+    def segment(state: Tree, args: Arguments) -> Pair:
         return few_states(step, state, args, times, states, within=shared)
 
-    name = f"in {len(times)} steps from t={times[0]}"
-    state, aux = recomputed(segment, state, Arguments((args,)), range(1), name=name, shared=shared)
-    return state, tree_map(lambda a: a if a is None else a.flatten(0, 1), aux)
+    name = f"{_STEP} in {len(times)} steps from t={times[0]}"
+    return recording_call(segment, (state, args), {}, name=name, state=shared)
 
 
 def budgeted(
@@ -121,7 +110,7 @@ def budgeted(
     for t in times[:2]:
         if trial.can_take():
             trial.take(t)
-    early, late = trial.needs().division(len(times), budget)
+    early, late = trial.needs().division(len(times), budget, loops)
     head, rest = times[: len(trial.recordings)], times[len(trial.recordings) :]
     middle = max(len(rest) - late, 0)
     first = trial.with_graphs if early == "full" else trial.recomputed
@@ -173,21 +162,26 @@ class StepBytes(NamedTuple):
     state: int
     growth: int
 
-    def division(self, steps: int, budget: int) -> tuple[str, int]:
-        """Return the memory mode of early steps, and the number of last steps that keep their graph."""
+    def division(self, steps: int, budget: int, loops: Container[str]) -> tuple[str, int]:
+        """Return the memory mode of early steps, and the number of last steps that keep their graph.
+
+        ``"log"`` keeps the cotangents of nested calls in addition to its states.
+        """
         all_graphs = self.step + (steps - 1) * self.growth
         if all_graphs <= budget:
             return "full", steps
-        all_states, root_states = steps * self.state, 2 * (math.isqrt(steps - 1) + 1) * self.state
-        for mode, states, more in (
-            ("step", all_states, self.growth - self.state),  # in place of its state
-            ("sqrt", root_states, self.growth),
-        ):
+        counts = {
+            "step": steps,
+            "sqrt": 2 * (math.isqrt(steps - 1) + 1),
+            "log": 3 * math.ceil(math.log2(steps)),
+        }
+        sizes = {mode: count * self.state for mode, count in counts.items() if mode in loops}
+        for mode, states in sizes.items():
             left = budget - states - self.step
             if left >= 0:
+                more = self.growth - (self.state if mode == "step" else 0)  # in place of its state
                 return mode, min(steps - 1, left // max(more, 1))
-        states = min(all_states, root_states)
-        needed = min(all_graphs, self.step + states)
+        needed = min(all_graphs, self.step + min(sizes.values()))
         raise BudgetError(
             f"unroll(..., memory={budget}): one step needs {self.step} bytes, and {steps} steps keep "
             f"{needed - self.step} bytes besides, so the budget must be at least {needed} bytes. Raise it, or take "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -48,8 +49,8 @@ def unroll(
     "step"    one state for each step           each step once more in the backward pass, at every order
     "sqrt"    :math:`2 \sqrt{T}` states          each step twice more
     "log"     :math:`2 \log_2 T` states         each step 2 to 3.5 times more, for T up to 10,000
-    bytes     as much as fits                   early steps once or twice more, last steps none
-    "auto"    as much as fits the free memory   early steps once or twice more, last steps none
+    bytes     as much as fits                   early steps as "step", "sqrt" or "log", last steps none
+    "auto"    as much as fits the free memory   early steps as "step", "sqrt" or "log", last steps none
     ========= ================================= ======================================================
 
     All memory modes return the same values and the same gradients of any order. ``"step"``, ``"sqrt"`` and ``"log"``
@@ -132,6 +133,8 @@ def unroll(
     if steps == 0:
         return state, None
     first = steps if not create_graph else 0 if truncate is None else steps - truncate
+    if create_graph and (states or mode != "full"):
+        _warn_of_lists(step, steps)
     times = range(steps)
     statistics = _running_means(step) if create_graph else []
 
@@ -212,6 +215,16 @@ def run_loop(
     if states is not None:
         return few_states(step, state, args, times, states)
     return loop_keeping(memory, (state, args))(step, state, args, times)
+
+
+def _warn_of_lists(step: Step, steps: int) -> None:
+    """Warn if each of many steps reads all tensors of a list, of which it probably needs one."""
+    lists = Counter(id(at.holder) for at, _ in Reached(step).tensors if not isinstance(at.holder, dict))
+    if steps >= 50 and max(lists.values(), default=0) >= steps:
+        warn(
+            f"unroll(step, ...): the step reads a list of {steps} tensors, and each step records all of them. Stack "
+            "them and pass them as inputs=, so that step t receives row t."
+        )
 
 
 def _running_means(step: Step) -> list[tuple[nn.Module, Tensor, Tensor]]:

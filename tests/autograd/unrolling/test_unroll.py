@@ -286,6 +286,12 @@ def test_the_gradient_of_inputs_is_written_once(memory):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
+def test_a_list_with_a_tensor_for_each_step_is_better_passed_as_inputs():
+    rates = list(randn(50).requires_grad_())
+    with pytest.warns(UserWarning, match=r"reads a list of 50 tensors.*as inputs="):
+        mg.unroll(lambda w, t: (w * rates[t], None), randn(2), steps=50, memory="step")
+
+
 @pytest.mark.parametrize(
     ("inputs", "found"),
     [
