@@ -155,12 +155,21 @@ def _form(value: object, path: str, tensors: list[Tensor], numbers: dict[int, in
         return Form(spec, tuple(names), forms(names, children))
     if isinstance(value, _CONSTANTS):
         return Form(value)
-    if not (isinstance(value, (dict, types.SimpleNamespace)) or dataclasses.is_dataclass(value)):
+    is_known = isinstance(value, (dict, types.SimpleNamespace)) or dataclasses.is_dataclass(value)
+    if not (is_known or _has_only_attributes(value)):
         raise TypeError(_unknown(value, path, call))
     items: Mapping[Any, object] = value if isinstance(value, dict) else {}
     state = _attributes(value)
     names = (*(f"[{key!r}]" for key in items), *(f".{name}" for name in state))
     return Form(type(value), names, forms(names, [*items.values(), *state.values()]), tuple(items))
+
+
+def _has_only_attributes(value: object) -> bool:
+    """Return whether an object holds nothing but attributes, such as the key-value cache of a language model."""
+    kind = type(value)
+    has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    is_plain = kind.__new__ is object.__new__ and not has_slots and hasattr(value, "__dict__")
+    return is_plain and not callable(value)  # a module is callable
 
 
 def _attributes(value: object) -> dict[str, object]:

@@ -99,7 +99,7 @@ class Batch(NamedTuple):
     @property
     def num_tasks(self) -> int:
         """Length of the first axis of every tensor."""
-        return next(leaf for leaf in tree_leaves(self.support.x) if isinstance(leaf, Tensor)).shape[0]
+        return next(leaf for leaf in tree_leaves(self.support[0]) if isinstance(leaf, Tensor)).shape[0]
 
     def to(
         self,
@@ -109,7 +109,8 @@ class Batch(NamedTuple):
         non_blocking: bool = False,
     ) -> Batch:
         """Return the batch on a device and in a floating-point type. See `Examples.to`."""
-        return Batch(*(examples.to(device, dtype, non_blocking=non_blocking) for examples in self))
+        # A DataLoader makes lists of pairs.
+        return Batch(*(Examples(*pair).to(device, dtype, non_blocking=non_blocking) for pair in self))
 
     def select(self, tasks: slice) -> Batch:
         """Return some of the tasks. The tensors are views of the tensors of the batch."""

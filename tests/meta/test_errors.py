@@ -267,7 +267,7 @@ def regression():
 
 
 class Opaque:
-    pass
+    __slots__ = ("hidden",)
 
 
 def test_batches():

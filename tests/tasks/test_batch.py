@@ -31,6 +31,12 @@ def test_to_takes_what_a_tensor_takes_and_keeps_labels(batch, args, kwargs):
     assert batch.to("cpu").support.x is batch.support.x
 
 
+def test_pairs_of_a_batch_may_be_lists_which_a_data_loader_makes(batch):
+    lists = Batch(list(batch.support), tuple(batch.query))
+    assert lists.num_tasks == 3
+    assert lists.to(torch.float64).support.x.dtype == torch.float64
+
+
 class Process:
     """A process group, as far as a share looks at it."""
 
