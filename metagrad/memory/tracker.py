@@ -34,6 +34,12 @@ def current() -> MemoryTracker | None:
     return _open[0] if _open is not None and _open[1] == threading.get_ident() else None
 
 
+def phase(name: str, index: int | None = None) -> contextlib.AbstractContextManager[object]:
+    """Open a phase of the open tracker for a ``with`` block, if there is a tracker."""
+    tracker = current()
+    return contextlib.nullcontext() if tracker is None else tracker.phase(name, index=index)
+
+
 def hooks_aside() -> contextlib.AbstractContextManager[object]:
     """Remove the hooks of the open tracker for a ``with`` block around torch transforms that do not support hooks."""
     tracker = current()

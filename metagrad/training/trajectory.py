@@ -14,6 +14,7 @@ from metagrad.autograd.unrolling.plan import Plan, Reversal
 from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.norms import every_order
 from metagrad.core.tree import HALF, Params, dissect, tree_map
+from metagrad.memory.tracker import phase
 from metagrad.training.reverse import Cotangents, Leaves, PartGraph, Pullback, StateCotangents
 from metagrad.training.states import FolderStates, PinnedStates, States, checksum
 from metagrad.training.step import Inputs, State, Step, variable
@@ -114,14 +115,15 @@ class Trajectory:
         state = self.kept[first]
         recorder = Pullback(self.step, self.inputs, self.leaves, self.wanted, 1) if keep_graphs else None
         random = RandomState()
-        with self.step.model.training():
+        with self.step.model.training(), phase("forward"):
             for t in range(first, self.steps):
                 if t in wanted:
                     self.kept[t] = state
-                if recorder is not None:
-                    self.graphs[t] = [recorder.record(state, part) for part in self.step.parts(t)]
-                gradients = None if recorder is None else [graph.gradient for graph in self.graphs[t]]
-                state, loss = self.step.take(state, t, self.inputs, gradients)
+                with phase("inner", t):
+                    if recorder is not None:
+                        self.graphs[t] = [recorder.record(state, part) for part in self.step.parts(t)]
+                    gradients = None if recorder is None else [graph.gradient for graph in self.graphs[t]]
+                    state, loss = self.step.take(state, t, self.inputs, gradients)
                 losses.append(loss)
         random.restore()
         self.final = state
@@ -153,7 +155,8 @@ class Trajectory:
         if saved is not None:
             begin, after, pull.total = saved.load(begin, after, pull.total)
         reversal = Reversal(self.plan, self.kept, self._replay, begin)
-        with self.settings[0].restored(), self.settings[1].restored(), self.step.model.training():
+        flags, autocast = self.settings
+        with phase("reverse"), flags.restored(), autocast.restored(), self.step.model.training():
             for t, state in reversal:
                 own = None if losses is None else losses[:, t]
                 after, loss = pull(state, t, after, own, self.graphs.pop(t, None))

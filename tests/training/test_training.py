@@ -313,6 +313,17 @@ def test_a_training_leaves_everything_as_it_was():
     assert torch.equal(trained.module()(torch.ones(2, 12)).sum(), loss)
 
 
+def test_a_memory_tracker_has_a_phase_for_each_pass_and_step():
+    training = problem(epochs=1)
+    with mg.MemoryTracker(device="cpu") as tracker:
+        training().jacobian(lambda net: net(metric_data()[0])[0])
+    *steps, forward, reverse = sorted(tracker.records(), key=lambda record: -record.depth)
+    assert [record.path for record in steps] == [(("forward", None), ("inner", t)) for t in range(training.steps)]
+    assert (forward.name, reverse.name) == ("forward", "reverse")
+    assert steps[-1].after - steps[-1].before == sum(2 * p.nbytes for p in training.model.params().values()) + 8
+    assert reverse.peak > forward.peak
+
+
 def test_it_takes_the_steps_of_torch():
     training = problem("batch norm", R.sgd(lr=0.1, momentum=0.9))
     net = problem("batch norm").model.module

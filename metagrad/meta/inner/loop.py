@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from metagrad import memory as memory_tracking
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.unrolling.compiled import SMALL, Compiler
 from metagrad.autograd.unrolling.schedule import Step
@@ -21,6 +20,7 @@ from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.norms import composite_norms
 from metagrad.core.structured import Nested, Structured
 from metagrad.core.tree import Params, Tree, as_variable, constants, detached, tree_map, zeros_for_none
+from metagrad.memory.tracker import current, phase
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, TaskLoss
 from metagrad.meta.objective.tasks import Tasks, num_tasks, task_squares, with_task_axis
@@ -474,14 +474,8 @@ def gradients_of(
 
 def outer_phase() -> contextlib.AbstractContextManager[object]:
     """Open an outer step of the memory tracker, if a tracker is open and has no open phase."""
-    tracker = memory_tracking.current()
+    tracker = current()
     return contextlib.nullcontext() if tracker is None else tracker.implied_outer()
-
-
-def phase(name: str, index: int | None = None) -> contextlib.AbstractContextManager[object]:
-    """Open a phase of the memory tracker, if a tracker is open."""
-    tracker = memory_tracking.current()
-    return contextlib.nullcontext() if tracker is None else tracker.phase(name, index=index)
 
 
 def with_tensors(rule: Rule, like: Tensor) -> Rule:
