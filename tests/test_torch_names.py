@@ -61,7 +61,7 @@ def is_private(name: str) -> bool:
 
 
 def dotted(node: ast.expr) -> str:
-    """Return ``a.b.c`` as it is written; what is no name is left out."""
+    """Return ``a.b.c`` as it is written, or an empty string."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -92,7 +92,7 @@ def names_of_torch(source: str) -> set[str]:
 
 
 def exists(name: str) -> bool:
-    """Say whether torch has a dotted name, importing the modules on the way."""
+    """Return whether torch has a dotted name, and import its modules."""
     value, path = torch, "torch"
     for part in name.split(".")[1:]:
         path += f".{part}"
@@ -125,7 +125,7 @@ def private_attributes(source: str) -> tuple[set[str], set[str]]:
 
 
 def test_private_names_of_torch_are_used_in_one_place_alone():
-    # Those of operators, tensors and modules are in the list of attributes.
+    # Attributes of operators, tensors and modules are in another list.
     elsewhere = ("torch.ops.aten.", "torch.Tensor.", "torch.nn.modules.module.")
     used = {(path.name, name) for path in SOURCES for name in names_of_torch(path.read_text())}
     assert not {(path, name) for path, name in used if is_private(name) and not name.startswith(elsewhere)}

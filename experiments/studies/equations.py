@@ -137,7 +137,7 @@ def helmholtz() -> Equation:
 def burgers() -> Equation:
     """Return Burgers' equation for 0 < t < 1 and -1 < x < 1, whose solution has a shock at x = 0.
 
-    Half of the points are close to the shock. The solution is that of Cole and Hopf, integrated numerically.
+    Half of the points are close to the shock. The solution by Cole and Hopf is integrated numerically.
     """
     even, dense = (scattered(2000, seed) for seed in (1, 2))
     dense[:, 1] = torch.sinh(3 * dense[:, 1]) / math.sinh(3)
@@ -257,7 +257,7 @@ def square(along: Tensor, low: float, high: float) -> Tensor:
 
 
 def pairs(first: Tensor | float, second: Tensor | float) -> Tensor:
-    """Return pairs of numbers, one of which is constant."""
+    """Return pairs of a tensor and a number, or of two tensors."""
     columns = (torch.as_tensor(column, dtype=F64) for column in (first, second))
     return torch.stack(torch.broadcast_tensors(*columns), 1)
 

@@ -1,4 +1,4 @@
-"""Roots and fixed points against closed forms, Newton's method on the tape, and dense Jacobians."""
+"""Roots and fixed points against closed forms, dense Jacobians and Newton's method."""
 
 from __future__ import annotations
 

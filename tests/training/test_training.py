@@ -318,9 +318,13 @@ def test_a_memory_tracker_has_a_phase_for_each_pass_and_step():
     with mg.MemoryTracker(device="cpu") as tracker:
         training().jacobian(lambda net: net(metric_data()[0])[0])
     *steps, forward, reverse = sorted(tracker.records(), key=lambda record: -record.depth)
-    assert [record.path for record in steps] == [(("forward", None), ("inner", t)) for t in range(training.steps)]
+    assert [record.path for record in steps] == [
+        (("forward", None), ("inner", t)) for t in range(training.steps)
+    ]
     assert (forward.name, reverse.name) == ("forward", "reverse")
-    assert steps[-1].after - steps[-1].before == sum(2 * p.nbytes for p in training.model.params().values()) + 8
+    assert (
+        steps[-1].after - steps[-1].before == sum(2 * p.nbytes for p in training.model.params().values()) + 8
+    )
     assert reverse.peak > forward.peak
 
 
