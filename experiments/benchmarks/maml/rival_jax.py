@@ -29,10 +29,10 @@ def compiled(work: Workload, *, checkpoint: bool) -> tuple[Callable[[], list[Any
     """
     import jax  # type: ignore[reportMissingImports]
 
-    weights = {name: p.detach().numpy() for name, p in work.params.items()}
+    weights = {name: p.detach().cpu().numpy() for name, p in work.params.items()}
     jax.config.update("jax_enable_x64", next(iter(weights.values())).dtype == "float64")
     params = {name: jax.numpy.asarray(value) for name, value in weights.items()}
-    batch = tuple(jax.numpy.asarray(tensor.numpy()) for part in work.batch for tensor in part)
+    batch = tuple(jax.numpy.asarray(tensor.cpu().numpy()) for part in work.batch for tensor in part)
     parts = _one_by_one(batch) if _is_convolutional(work) else [batch]
     objective = jax.grad(_objective(work, checkpoint=checkpoint))
     program = jax.jit(objective).lower(params, parts[0]).compile()
