@@ -121,7 +121,8 @@ def kfac(
             count = count_of(call, evaluation.batch, evaluation.known, reduction)
             if count is None or count:  # the mean over no data is nan, as if all labels are ignored
                 columns = _columns(evaluation, fisher, samples, labels, count)
-                groups.add(evaluation, columns, 1.0 if count is None else count)
+                with torch.autocast(problem.space.device.type, enabled=False):
+                    groups.add(evaluation, columns, 1.0 if count is None else count)
             total = 1.0 if count is None else total + count
         blocks = groups.blocks(total)
     return Kronecker(problem.space, blocks)

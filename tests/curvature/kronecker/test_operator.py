@@ -378,3 +378,7 @@ def test_single_precision_is_accurate():
     v = drawn(K.shape[0])
     assert error(K.solve(v.float(), damping=1e-4).value.double(), exact.solve(v, damping=1e-4).value) < 1e-3
     assert math.isfinite(float(K.log_determinant(damping=1e-4)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = kfac(model, F.cross_entropy, half, (data[0].float(), data[1]), fisher="exact", correct=True)
+    assert {block.eigenvalues.dtype for block in cast.blocks} == {torch.float32}
+    assert abs(float(cast.trace()) / float(exact.trace()) - 1) < 0.01
