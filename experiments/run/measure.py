@@ -70,7 +70,7 @@ def held_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
 
 def changes(call: Callable[[], object]) -> tuple[object, list[int]]:
     """Return the result of a call and its allocations on the CPU in order, in bytes. Frees are negative."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         result = call()
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     in_order = sorted(
