@@ -16,7 +16,7 @@ from metagrad import (
 )
 from metagrad.attribution import attribute
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
-from metagrad.curvature import fisher, ggn, hessian, kfac
+from metagrad.curvature import fisher, ggn, hessian, influence, kfac
 from metagrad.hypergrad import bilevel, hypergradient
 from metagrad.memory import MemoryTracker
 from metagrad.meta import (
@@ -70,6 +70,7 @@ __all__ = [
     "hypergrad",
     "hypergradient",
     "iMAML",
+    "influence",
     "kfac",
     "linearize",
     "memory",

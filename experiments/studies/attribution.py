@@ -1,8 +1,8 @@
 """Data attribution: `python -m experiments.studies.attribution [seeds=[0]] [KEY=VALUE ...]`.
 
 A small network is trained on 4,000 images. Scores predict the test losses of trainings on random subsets. They come
-from the derivative through the training, from TracIn and from TRAK. The linear datamodeling score (LDS) is the rank
-correlation of predicted and actual losses.
+from the derivative through the training, influence functions, EK-FAC, TracIn and TRAK. The linear datamodeling score
+(LDS) is the rank correlation of predicted and actual losses.
 
 Further cells find wrong labels by one derivative, learn the weights of the examples, and learn the learning rate of
 each step.
@@ -39,12 +39,25 @@ from experiments.run.schema import key
 from experiments.studies import characters as omniglot
 from experiments.studies.characters import Examples
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell, spread
-from metagrad.attribution import TRAK, Method, TracIn, auc, lds, metasmoothness, retrain, subsets
+from metagrad.attribution import (
+    EKFAC,
+    TRAK,
+    Influence,
+    Method,
+    TracIn,
+    auc,
+    lds,
+    metasmoothness,
+    retrain,
+    subsets,
+)
 
 Metrics = Callable[[Callable[..., Any]], Tensor]
 DATA, NETWORKS = ("mnist", "omniglot"), ("mlp", "conv")
 SIZE, CLASSES = 28, 10
 BASELINES: dict[str, Method] = {
+    "influence": Influence(),
+    "EK-FAC": EKFAC(),
     "TRAK": TRAK(),
     "TracIn, 10 checkpoints": TracIn(10),
     "gradient product": TracIn(1),
@@ -326,18 +339,18 @@ def figures(results: list[Result], config: AttributionConfig, folder: Path) -> l
 
 
 def _draw_lds(own: list[Result], config: AttributionConfig, folder: Path) -> Path:
-    colors = {EXACT: BLUE, AT_MEAN: VERMILION}
+    colors = {EXACT: BLUE, AT_MEAN: VERMILION, "influence": INK, "EK-FAC": INK}
     with figure(folder / "attribution.png", size=(6.4, 3.8)) as axes:
         axis = axes[0, 0]
         for i, name in enumerate([AT_MEAN, EXACT, *BASELINES]):
             rows = [row for row in own[0]["lds"] if row["method"] == name]
             x, y = [100 * row["drop"] for row in rows], [row["lds"] for row in rows]
             errors = [[abs(row["interval"][side] - row["lds"]) for row in rows] for side in (0, 1)]
-            style = {"color": colors.get(name, MUTED), "linestyle": ("-", "-", "-", "--", ":")[i]}
+            style = {"color": colors.get(name, MUTED), "linestyle": ("-", "-", "-", "--", "-.", "--", ":")[i]}
             axis.errorbar(x, y, errors, marker="o", capsize=3, label=name, **style)
         axis.set(xscale="log", ylim=(0, 1.02), xlabel="Dropped training examples (%)", ylabel="LDS")
         axis.set_xticks([100 * drop for drop in config.drops], [f"{100 * drop:g}" for drop in config.drops])
-        axis.set_title("Only derivatives through the training predict retraining")
+        axis.set_title("Derivatives through the training predict retraining best")
         axis.grid(axis="y")
         legend_below(axis, columns=2)
     return folder / "attribution.png"

@@ -1,13 +1,15 @@
 """Data attribution: what each training example did to the trained model, and how well that predicts."""
 
-from metagrad.attribution.baselines import TRAK, TracIn
+from metagrad.attribution.baselines import EKFAC, TRAK, Influence, TracIn
 from metagrad.attribution.evaluation import Evaluation, Smoothness, auc, lds, loo, metasmoothness, subsets
 from metagrad.attribution.retraining import Outcomes, retrain
 from metagrad.attribution.scores import Method, Replay, Scores, attribute
 
 __all__ = [
+    "EKFAC",
     "TRAK",
     "Evaluation",
+    "Influence",
     "Method",
     "Outcomes",
     "Replay",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from metagrad.attribution.gradients import Metrics, example_gradients, metric_gradients
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_count
+from metagrad.core.tree import Params, Tree
+from metagrad.curvature import influence, kfac
 from metagrad.optim.hyperparameters import at_step
 from metagrad.training import Trained
 
@@ -39,19 +42,14 @@ class TracIn:
         steps = trajectory.steps
         count = min(check_count("TracIn(checkpoints)", self.checkpoints), steps)
         wanted = {round(steps * (c + 1) / count) for c in range(count)}
-        total: Tensor | float = 0.0
+        scale = steps / (len(wanted) * trained.training.num_examples)
+        found = list[Tensor]()
         for t, state in trajectory.states():
             if t in wanted:
-                rate = (
-                    _rate(trajectory.inputs.rule, t - 1)
-                    * steps
-                    / (len(wanted) * trained.training.num_examples)
-                )
                 own = metric_gradients(trained, state, metrics)
                 products = [own @ gradients.T for _, gradients in example_gradients(trained, state)]
-                total = total - rate * torch.cat(products, 1)
-        assert isinstance(total, Tensor)
-        return total
+                found.append(-scale * _rate(trajectory.inputs.rule, t - 1) * torch.cat(products, 1))
+        return torch.stack(found).sum(0)
 
 
 def _rate(rule: object, step: int) -> float:
@@ -105,3 +103,63 @@ class TRAK:
             matrix = torch.randn(part.shape[1], self.dim, generator=generator) / self.dim**0.5
             total += part @ matrix.to(part)
         return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Influence:
+    r"""Influence functions of the trained model, with the Gauss-Newton matrix of its loss.
+
+    .. math:: -\frac{1}{N} \nabla m_j^\top (G + \gamma I)^{-1} \nabla \ell_i
+
+    The solves are conjugate gradients, preconditioned by EK-FAC. The sign is the sign of a derivative, opposite to
+    :func:`metagrad.influence`. It is a method of :func:`~metagrad.attribution.attribute`.
+
+    Attributes:
+        damping: :math:`\gamma`.
+        max_steps: Maximum number of steps for each metric.
+        fisher: The labels of EK-FAC, as for :func:`metagrad.kfac`. ``"empirical"`` takes any loss.
+        method: Method of :func:`metagrad.influence`.
+
+    References:
+        Koh, Liang, "Understanding black-box predictions via influence functions", ICML 2017.
+    """
+
+    damping: float = 0.1
+    max_steps: int = 10
+    fisher: Literal["exact", "sampled", "empirical"] = "sampled"
+    method: str = "cg"
+
+    def scores(self, trained: Trained, metrics: Metrics) -> Tensor:
+        """Return the scores, ``[k, n]``."""
+        model, final, inputs = trained.module(), trained.trajectory.final, trained.trajectory.inputs
+        params = {name: p for name, p in model.named_parameters() if name in trained.params}
+        rows = torch.split(torch.arange(inputs.examples.size), 1024)
+        data = [inputs.examples.batch(some) for some in rows]
+
+        def loss_fn(output: Tree, target: Tree) -> Tensor:
+            value = trained.training.step.loss_fn(output, target)
+            return value.mean() if value.ndim else value
+
+        def measured(params: Params) -> Tensor:
+            return metrics(trained.training.model.bound(params, final.buffers))
+
+        of: Any = {"model": model, "loss_fn": loss_fn, "params": params, "reduction": "mean"}
+        K = kfac(data=data, correct=True, fisher=self.fisher, other="diagonal", **of)
+        of.update(damping=self.damping, method=self.method, max_steps=self.max_steps)
+        return -influence(train=data, queries=measured, preconditioner=K, **of).scores
+
+
+@dataclasses.dataclass(frozen=True)
+class EKFAC(Influence):
+    """:class:`Influence` with the inverse of EK-FAC in place of solves, which ranks examples roughly.
+
+    Example:
+        >>> metagrad.attribution.EKFAC(damping=0.1).method
+        'kfac'
+
+    References:
+        Grosse et al., "Studying large language model generalization with influence functions", arXiv:2308.03296.
+    """
+
+    damping: float = 0.01
+    method: str = "kfac"

@@ -4,6 +4,7 @@ from metagrad.curvature.estimators.diagonal import diagonal
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import sample_probes
 from metagrad.curvature.estimators.trace import trace
+from metagrad.curvature.influence import Influence, influence
 from metagrad.curvature.kronecker.operator import Kronecker, kfac
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.averaged import Averaged
@@ -27,6 +28,7 @@ __all__ = [
     "Density",
     "Eigenpairs",
     "Estimate",
+    "Influence",
     "Jacobian",
     "Kronecker",
     "LinearMap",
@@ -41,6 +43,7 @@ __all__ = [
     "fisher",
     "ggn",
     "hessian",
+    "influence",
     "jacobian",
     "kfac",
     "log_determinant",

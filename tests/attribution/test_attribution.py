@@ -9,8 +9,10 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.attribution import (
+    EKFAC,
     TRAK,
     Evaluation,
+    Influence,
     Outcomes,
     TracIn,
     auc,
@@ -265,3 +267,22 @@ def test_wrong_input_is_an_error_that_names_the_argument(name):
     with pytest.raises(error) as raised:
         call()
     assert message in str(raised.value)
+
+
+def test_after_convergence_influence_is_the_derivative_through_training():
+    """For one linear layer and squared errors, the Kronecker product is exact as well."""
+    torch.manual_seed(0)
+    x, y, test_x = torch.randn(12, 3), torch.randn(12, 2), torch.randn(4, 3)
+    training = mg.Training(
+        nn.Linear(3, 2), F.mse_loss, (x, y), optimizer=R.sgd(lr=0.5), batch_size=12, steps=300
+    )
+    trained = training()
+
+    def metrics(net):
+        return net(test_x).square().sum(1)
+
+    expected = mg.attribute(trained, metrics).values
+    for method in (Influence(damping=1e-9, max_steps=20), EKFAC(damping=1e-9, fisher="exact")):
+        torch.testing.assert_close(
+            mg.attribute(trained, metrics, method).values, expected, rtol=1e-5, atol=1e-8
+        )

@@ -134,8 +134,7 @@ def eigenpairs(factor: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the eigenvalues of a factor, at least 0, and its eigenvectors as columns. A vector is a diagonal."""
     if factor.ndim == 1:
         return factor, None
-    wide = factor.double() if len(factor) <= LARGEST_IN_DOUBLE else factor
-    values, vectors = linalg.eigh(wide)
+    values, vectors = linalg.eigh(factor.double() if len(factor) <= LARGEST_IN_DOUBLE else factor)
     return values.clamp(min=0).to(factor.dtype), vectors.to(factor.dtype)
 
 

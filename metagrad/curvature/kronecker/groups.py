@@ -34,10 +34,10 @@ class LayerGroup:
 
     def __init__(self, names: tuple[str, ...], layers: list[Any], sharing: Sharing) -> None:
         self.names, self.layers = names, layers
-        self.table: Any = layers[0] if isinstance(layers[0], nn.Embedding) else None
         self.calls: list[tuple[Any, Tensor, Any]] = []
         self.block: Any = None
-        self._averages = sharing == "reduce" and self.table is None
+        self._table_size: int = getattr(layers[0], "num_embeddings", 0)
+        self._averages = sharing == "reduce" and not self._table_size
         self._sums: dict[str, Any] = defaultdict(float)
 
     def note(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -54,42 +54,34 @@ class LayerGroup:
         rows = _by_example(evaluation, parts)
         rows = rows.mean(1, keepdim=True) if self._averages else rows
         if self.block is None:
-            chosen = _counted(evaluation, rows)
-            self._sums["rows"] += len(chosen)
-            self._sums["inputs"] += (
-                chosen.mT @ chosen
-                if self.table is None
-                else chosen[:, 0].bincount(None, self.table.num_embeddings)
-            )
+            own, size = _counted(evaluation, rows), self._table_size
+            self._sums["rows"] += len(own)
+            self._sums["inputs"] += own[:, 0].bincount(None, size) if size else own.mT @ own
         return rows
 
-    def add(
-        self, evaluation: ModelEvaluation, inputs: Tensor, found: Sequence[Tensor], weight: float | Tensor
-    ) -> None:
+    def add(self, evaluation: ModelEvaluation, inputs: Tensor, found: Sequence[Tensor]) -> None:
         """Add gradients of the outputs: to their factor, or to the squares in the eigenbasis in a second pass."""
         parts = [output_rows(layer, g) for (layer, *_), g in zip(self.calls, found, strict=True)]
         rows = _by_example(evaluation, parts)
         rows = rows.sum(1, keepdim=True) if self._averages else rows
         if self.block is None:
-            self._sums["outputs"] += weight * (rows.flatten(0, 1).mT @ rows.flatten(0, 1))
-        elif self.table is not None:
-            squares = _table_squares(inputs[..., 0], rows @ self.block.right, self.table.num_embeddings)
-            self._sums["squares"] += weight * squares
+            self._sums["outputs"] += rows.flatten(0, 1).mT @ rows.flatten(0, 1)
+        elif self._table_size:
+            self._sums["squares"] += _table_squares(inputs[..., 0], rows @ self.block.right, self._table_size)
         else:
-            self._sums["squares"] += weight * scaling_of(
-                inputs, rows, Factors(self.block.right, self.block.left)
-            )
+            basis = Factors(self.block.right, self.block.left)
+            self._sums["squares"] += scaling_of(inputs, rows, basis)
 
     def decompose(self, total: float | Tensor) -> Eigenblock:
         """Return the product of the factors, or the product with the squares as eigenvalues."""
         if self.block is None:
             outputs = self._sums["outputs"] / total
             factors = outputs, self._sums["inputs"].to(outputs.dtype) / self._sums["rows"]
-            self.block = Eigenblock.of_factors(self.names, *factors[:: 1 if self.table is None else -1])
+            self.block = Eigenblock.of_factors(self.names, *factors[:: -1 if self._table_size else 1])
         else:
             self.block = self.block._replace(eigenvalues=self._sums["squares"] / total, spectra=None)
-        if self.table is not None and self.table.padding_idx is not None:  # its row has no gradient
-            self.block.eigenvalues[self.table.padding_idx] = 0
+        if (padding := getattr(self.layers[0], "padding_idx", None)) is not None:  # has no gradient
+            self.block.eigenvalues[padding] = 0
         return self.block
 
 
@@ -126,10 +118,10 @@ class Groups:
                 is_small = self._size(group) <= _LARGEST_FULL
                 self.rows.update({group: True} if is_small else {(name,): False for name in group})
         if other == "error" and rest:
+            call = f'{problem.call}: without other="diagonal" or "identity"'
             refuse(
-                f'{problem.call}: the parameters must be of Linear, Conv1d to Conv3d without groups, Embedding or '
-                'norms, or take other="diagonal" or "identity"', "only known layers in params", list(rest),
-            )  # fmt: skip
+                call, "parameters of Linear, Conv1d to Conv3d of one group, Embedding or norms", list(rest)
+            )
         self.rows.update({(name,): False for name in rest if other != "identity"})
         self._identities = [(name,) for name in rest if other == "identity"]
 
@@ -150,17 +142,12 @@ class Groups:
             evaluation = self.problem.evaluate(batch)
         uses = Counter(node for n in graph_nodes([evaluation.loss]) for node, _ in n.next_functions)
         leaves = dict(zip(self.problem.params, evaluation.recorded.inputs, strict=True))
-        calls = {name: len(group.calls) for group in self.layers for name in group.names}
-        for name in calls:
-            if (count := uses[get_gradient_edge(leaves[name]).node]) > calls[name]:
-                refuse(
-                    f"{self.problem.call}: {name!r}", f"{calls[name]} uses, all in calls of its layer", count
-                )
+        for name, most in {name: len(group.calls) for group in self.layers for name in group.names}.items():
+            if (count := uses[get_gradient_edge(leaves[name]).node]) > most:
+                refuse(f"{self.problem.call}: {name!r}", f"{most} uses, all in calls of its layer", count)
         return evaluation
 
-    def add(
-        self, evaluation: ModelEvaluation, columns: Iterable[Sequence[Tensor]], weight: float | Tensor
-    ) -> None:
+    def add(self, evaluation: ModelEvaluation, columns: Iterable[Sequence[Tensor]]) -> None:
         """Add a batch, given cotangents of the outputs. In a second pass only the eigenvalues of layers change."""
         inputs = [group.inputs(evaluation) for group in self.layers]
         edges = [edge for group in self.layers for *_, edge in group.calls]
@@ -171,10 +158,10 @@ class Groups:
             pulled: Any = edges and torch.autograd.grad(evaluation.outputs, edges, column, retain_graph=True)
             found = iter(pulled)
             for group, own in zip(self.layers, inputs, strict=True):
-                group.add(evaluation, own, list(islice(found, len(group.calls))), weight)
+                group.add(evaluation, own, list(islice(found, len(group.calls))))
             for rows in evaluation.example_rows(column, names) if names else ():
                 for (key, is_full), own in zip(self.rows.items(), rows.split(sizes, 1), strict=True):
-                    self._sums[key] += weight * (own.mT @ own if is_full else own.square().sum(0))
+                    self._sums[key] += own.mT @ own if is_full else own.square().sum(0)
 
     def blocks(self, total: float | Tensor) -> list[Eigenblock]:
         """Return the blocks after a pass."""
@@ -185,9 +172,9 @@ class Groups:
         return [group.decompose(total) for group in self.layers] + own
 
 
-def refuse_batch_norms(call: str, model: nn.Module) -> None:
+def refuse_batch_norms(call: str, model: object) -> None:
     """Raise ``ValueError`` if a module normalizes by its batch, so that an example has no gradient of its own."""
-    for path, module in _torch.named_modules(model):
+    for path, module in _torch.named_modules(model) if isinstance(model, nn.Module) else ():
         if isinstance(module, _torch.BatchNorm) and (module.training or module.running_mean is None):
             refuse(f"{call}: {path!r} normalizes by the batch", "running statistics and model.eval()", module)
 

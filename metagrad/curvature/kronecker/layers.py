@@ -40,7 +40,11 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
         if type(module) in KNOWN and isinstance(module.weight, nn.Parameter) and module.weight.requires_grad
     }
     for name, layer in layers.items():
-        _check_groups(call, name, layer)
+        if getattr(layer, "groups", 1) != 1:
+            raise ValueError(
+                f"{call}: {name!r} is a convolution of {layer.groups} groups, whose Fisher block is not a Kronecker "
+                "product. Use groups=1, or freeze its weight and give it to another optimizer."
+            )
     _check_sharing(call, model, layers)
     others = [
         f"{name or 'the model itself'} ({type(module).__name__})"
@@ -53,14 +57,6 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
             f"gradient: {', '.join(others)}."
         )
     return layers
-
-
-def _check_groups(call: str, name: str, module: nn.Module) -> None:
-    if getattr(module, "groups", 1) != 1:
-        raise ValueError(
-            f"{call}: {name!r} is a convolution of {module.groups} groups, whose Fisher block is not a "
-            "Kronecker product. Use groups=1, or freeze its weight and give it to another optimizer."
-        )
 
 
 def _check_sharing(call: str, model: nn.Module, layers: Mapping[str, Layer]) -> None:

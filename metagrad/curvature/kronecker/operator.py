@@ -120,9 +120,8 @@ def kfac(
         for evaluation in kept or map(groups.observe, each_batch(call, data, problem.space.device)):
             count = count_of(call, evaluation.batch, evaluation.known, reduction)
             if count is None or count:  # the mean over no data is nan, as if all labels are ignored
-                columns = _columns(evaluation, fisher, samples, labels, count)
                 with torch.autocast(problem.space.device.type, enabled=False):
-                    groups.add(evaluation, columns, 1.0 if count is None else count)
+                    groups.add(evaluation, _columns(evaluation, fisher, samples, labels, count))
             total = 1.0 if count is None else total + count
         blocks = groups.blocks(total)
     return Kronecker(problem.space, blocks)
@@ -131,17 +130,18 @@ def kfac(
 def _columns(
     evaluation: ModelEvaluation, fisher: Kind, samples: int, labels: Labels, count: float | Tensor | None
 ) -> Iterator[list[Tensor]]:
-    """Yield cotangents of the outputs. For each example, their outer products add up to the Fisher matrix."""
+    """Yield cotangents of the outputs. Their outer products for each example add up to ``count`` times the matrix."""
+    root = 1.0 if count is None else float(count) ** 0.5  # an int64 tensor has a root in float32
     if fisher == "exact":
         known = known_loss(evaluation)
         places = known.output.detach().reshape(evaluation.num_examples, -1)
         for unit in places.new_zeros(places.shape[1], places.shape[1]).fill_diagonal_(1):
-            yield [known.root_column(unit.expand_as(places).reshape(known.output.shape)).detach()]
+            yield [known.root_column(unit.expand_as(places).reshape(known.output.shape)).detach() * root]
     elif fisher == "sampled":
         generator = labels.generator(evaluation.loss.device)
-        yield from ([score] for score in sampled_scores(evaluation, samples, generator))
+        yield from ([score * root] for score in sampled_scores(evaluation, samples, generator))
     else:
-        yield [score.squeeze(0) for score in observed_scores(evaluation, count)]
+        yield [score.squeeze(0) * root for score in observed_scores(evaluation, count)]
 
 
 class Kronecker(Operator):

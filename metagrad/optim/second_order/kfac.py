@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from metagrad.core._torch import averaging_wrapper, linalg
-from metagrad.core.checks import check_choice, check_count, is_a
+from metagrad.core.checks import check_choice, check_count, is_a, refuse
 from metagrad.core.tree import Params, widened
 from metagrad.curvature.kronecker.factors import (
     Factors,
@@ -259,10 +259,7 @@ class KFAC(CurvatureOptimizer):
         check_choice(f"{call}: loss_reduction", group["loss_reduction"], ("mean", "sum"))
         check_count(f"{call}, curvature_every", group["curvature_every"])
         if group["inverse_every"] % group["curvature_every"]:
-            raise ValueError(
-                f"{call}: inverse_every must be a multiple of curvature_every, got {group['inverse_every']} and "
-                f"{group['curvature_every']}."
-            )
+            refuse(f"{call}: inverse_every", "a multiple of curvature_every", group["inverse_every"])
         if group["fisher"] != self.param_groups[0]["fisher"]:
             raise ValueError("KFAC(model): fisher must be the same in all groups.")
 
