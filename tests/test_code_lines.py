@@ -6,7 +6,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_900, "experiments": 9_750, "tests": 28_900}
+LINES = {"metagrad": 24_990, "experiments": 9_750, "tests": 28_900}
 FILES = {"metagrad": 258, "experiments": 82}
 
 
