@@ -6,8 +6,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_990, "experiments": 9_750, "tests": 28_900}
-FILES = {"metagrad": 258, "experiments": 82}
+LINES = {"metagrad": 24_980, "experiments": 9_680, "tests": 28_880}
+FILES = {"metagrad": 257, "experiments": 76}
 
 
 @pytest.mark.parametrize("folder", LINES)

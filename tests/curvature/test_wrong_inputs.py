@@ -218,3 +218,10 @@ def test_errors_name_the_call(call):
         assert str(caught.value).startswith(call), (number, caught.value)
         last = traceback.extract_tb(caught.tb)[-1].filename
         assert "metagrad" in last, (number, last)
+
+
+def test_an_input_of_another_dtype_is_named():
+    with pytest.raises(
+        ValueError, match=r"ggn\(model.*parameters are torch.float32 and an input is torch.float64"
+    ):
+        mg.ggn(NET, F.mse_loss, PARAMS, (X.double(), Y))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -97,7 +98,7 @@ class ModelProblem:
         x, y = self._pair(batch)
         with torch.enable_grad():
             leaves = self._leaves()
-            with every_order():
+            with every_order(), self._explained(x):
                 output = self._call_model(leaves, x)
             loss, known = evaluate(self.loss_fn, output, y)
         named = self._checked(leaves, loss)
@@ -108,6 +109,21 @@ class ModelProblem:
             refuse_order(self.call, outputs, list(named.values()), 3)
         recorded = JacobianGraph(self.call, outputs, named, create_graph=self.create_graph)
         return ModelEvaluation(self, batch, loss, output, outputs, known, recorded)
+
+    @contextlib.contextmanager
+    def _explained(self, x: Tree) -> Generator[None]:
+        """Raise ``ValueError`` for an error of the model whose inputs have another dtype than its parameters."""
+        try:
+            yield
+        except RuntimeError as error:
+            dtype = values_of(next(iter(self.params.values()))).dtype
+            others = {leaf.dtype for leaf in tensors_in(x) if leaf.is_floating_point()} - {dtype}
+            if not others:
+                raise
+            raise ValueError(
+                f"{self.call}: the model raised an error. The parameters are {dtype} and an input is {others.pop()}. "
+                f"Bring them to one dtype, such as x.to({dtype}). The error was: {error}"
+            ) from error
 
     def _pair(self, batch: Tree) -> tuple[Tree, Tree]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
