@@ -3,6 +3,9 @@ r"""Four differential equations with known solutions, for physics-informed netwo
 A network, or a function of it, is :math:`u(z)` for points :math:`z`. The loss is the mean square of the residual at
 points inside, plus the mean square of :math:`u` minus its value at points on the boundary.
 
+`python -m experiments.studies.equations [--out FILE] [--seconds N]` solves each by Gauss-Newton and
+draws the solutions with their errors.
+
 Raissi, Perdikaris, Karniadakis, "Physics-informed neural networks", J. Comput. Phys. 378, 2019, for Burgers' and the
 Allen-Cahn equation. Müller, Zeinhofer, "Achieving high accuracy with PINNs via energy natural gradient descent", ICML
 2023, for Poisson's.
@@ -10,8 +13,11 @@ Allen-Cahn equation. Müller, Zeinhofer, "Achieving high accuracy with PINNs via
 
 from __future__ import annotations
 
+import argparse
 import math
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +27,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, jacrev
 
 import metagrad as mg
+from experiments.benchmarks.arguments import add_words
+from experiments.run.plots.style import figure
 from experiments.studies.characters import Examples
 
 Function = Callable[[Tensor], Tensor]
@@ -268,3 +276,60 @@ EQUATIONS: dict[str, Callable[[], Equation]] = {
     "burgers": burgers,
     "allen_cahn": allen_cahn,
 }
+
+
+def solved(name: str, seconds: float, seed: int = 0) -> Equation:
+    """Solve an equation by dense Gauss-Newton steps for a number of CPU seconds."""
+    torch.manual_seed(seed)
+    equation = EQUATIONS[name]()
+    optimizer = mg.optim.GaussNewton(equation.network.named_parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = equation.loss_of(optimizer)
+        loss.backward()
+        return loss
+
+    began = time.process_time()
+    while time.process_time() - began < seconds:
+        optimizer.step(closure)
+    return equation
+
+
+def draw(path: Path, found: dict[str, Equation]) -> None:
+    """Draw each solution, and below it the logarithm of its error."""
+    with figure(path, 2, len(found), size=(11, 5)) as axes:
+        for column, (name, equation) in zip(axes.T, found.items(), strict=True):
+            z, exact = equation.test
+            first, second = (coordinate.unique() for coordinate in z.T)
+            with torch.no_grad():
+                u = equation.at(z)
+            log_error = (u - exact).abs().clamp(min=1e-16).log10()
+            titles = (name.replace("_", "-").title(), f"relative error {equation.error():.1e}")
+            for axis, values, title in zip(column, (u, log_error), titles, strict=True):
+                picture = axis.pcolormesh(first, second, values.view(len(first), -1).T, rasterized=True)
+                axis.figure.colorbar(picture, ax=axis)
+                axis.set_title(title)
+                axis.grid(False)
+        axes[0, 0].set_ylabel("solution u")
+        axes[1, 0].set_ylabel("log10 of the absolute error")
+
+
+def main() -> None:
+    """Solve the equations that are named, by default all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_words(parser, "equations", EQUATIONS)
+    parser.add_argument("--out", type=Path, help="where the picture goes")
+    parser.add_argument("--seconds", type=float, default=30.0, help="CPU seconds of each (30)")
+    arguments = parser.parse_args()
+    found = {name: solved(name, arguments.seconds) for name in arguments.equations}
+    for name, equation in found.items():
+        print(f"{name}: relative L2 error {equation.error():.2g}")
+    if arguments.out is not None:
+        draw(arguments.out, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -75,6 +75,22 @@ def own_buffers(modules: Iterable[nn.Module]) -> Generator[None]:
 
 
 @contextlib.contextmanager
+def exchanged(values: Mapping[Tensor, Tensor]) -> Generator[None]:
+    """Context manager in which parameters have other values.
+
+    Their storages are replaced, not written to. Graphs hold the parameters, whose versions must not change.
+    """
+    kept = {p: p.data for p in values}
+    try:
+        for p, value in values.items():
+            p.data = value
+        yield
+    finally:
+        for p, data in kept.items():
+            p.data = data
+
+
+@contextlib.contextmanager
 def copied(
     model: nn.Module, decorate: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Generator[nn.Module]:

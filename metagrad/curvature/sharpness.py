@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_count, check_function, check_type
 from metagrad.core.norms import every_order
 from metagrad.core.reach import Reached
-from metagrad.core.substitution import own_buffers
+from metagrad.core.substitution import exchanged, own_buffers
 from metagrad.curvature.operators.hessian import hessian
 
 _CALL = "Sharpness(optimizer, loss)"
@@ -167,7 +166,7 @@ class Sharpness:
 
         def at(length: float) -> Tensor:
             moved = {p: old + length * update[p] if length else old for p, old in before.items()}
-            with torch.no_grad(), _replaced(moved), random.restored():
+            with torch.no_grad(), exchanged(moved), random.restored():
                 return _checked(self._loss())
 
         here, after, behind = at(0.0), at(1.0), at(-1.0)
@@ -196,7 +195,7 @@ class Sharpness:
             return found
         params = {f"parameter {i}": p for i, p in enumerate(before) if p.requires_grad}
         generator = torch.Generator(next(iter(before)).device).manual_seed(0)
-        with torch.enable_grad(), _replaced(before), random.restored():
+        with torch.enable_grad(), exchanged(before), random.restored():
             with every_order():
                 loss = _checked(self._loss())
             with hessian(loss, params) as H:
@@ -229,16 +228,3 @@ def _searched(climbs: Callable[[float], bool]) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if climbs(middle) else (middle, high)
     return (low + high) / 2
-
-
-@contextlib.contextmanager
-def _replaced(values: Mapping[Tensor, Tensor]) -> Generator[None]:
-    """Give parameters other values, without a write that a graph would notice."""
-    kept = {p: p.data for p in values}
-    try:
-        for p, value in values.items():
-            p.data = value
-        yield
-    finally:
-        for p, data in kept.items():
-            p.data = data

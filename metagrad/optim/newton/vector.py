@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from metagrad.core.capture import RandomState
+from metagrad.core.substitution import exchanged
 from metagrad.core.tree import Params, widened
 from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer
 from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad, as_number
@@ -81,7 +82,7 @@ class VectorOptimizer(CurvatureOptimizer):
             self._random.restored(),
             self._buffers.kept(),
             without_gradients(self._all_params()),
-            _at(values),
+            exchanged(values),
             torch.enable_grad(),
         ):
             yield self._called_again
@@ -214,23 +215,6 @@ class ModuleBuffers:
             for buffers, before in bound:
                 if any(buffers[name] is not buffer for name, buffer in before.items()):
                     buffers.update(before)
-
-
-@contextlib.contextmanager
-def _at(values: Mapping[Tensor, Tensor]) -> Generator[None]:
-    """Give parameters other values.
-
-    Their storages are replaced, not written into: graphs of the loss hold the parameters, whose versions must not
-    change.
-    """
-    kept = {p: p.data for p in values}
-    try:
-        for p, value in values.items():
-            p.data = value
-        yield
-    finally:
-        for p, data in kept.items():
-            p.data = data
 
 
 @contextlib.contextmanager
