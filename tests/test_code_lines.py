@@ -6,7 +6,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_980, "experiments": 9_680, "tests": 28_880}
+LINES = {"metagrad": 24_970, "experiments": 9_730, "tests": 28_880}
 FILES = {"metagrad": 257, "experiments": 76}
 
 

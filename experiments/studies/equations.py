@@ -270,6 +270,7 @@ def pairs(first: Tensor | float, second: Tensor | float) -> Tensor:
     return torch.stack(torch.broadcast_tensors(*columns), 1)
 
 
+OF_TIME = ("burgers", "allen_cahn")
 EQUATIONS: dict[str, Callable[[], Equation]] = {
     "poisson": poisson,
     "helmholtz": helmholtz,
@@ -311,6 +312,7 @@ def draw(path: Path, found: dict[str, Equation]) -> None:
                 axis.figure.colorbar(picture, ax=axis)
                 axis.set_title(title)
                 axis.grid(False)
+            column[1].set_xlabel("t to the right, x up" if name in OF_TIME else "x to the right, y up")
         axes[0, 0].set_ylabel("solution u")
         axes[1, 0].set_ylabel("log10 of the absolute error")
 

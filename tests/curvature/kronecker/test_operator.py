@@ -185,14 +185,13 @@ def test_batches_equal_the_whole(correct, fisher):
 def test_sampled_labels_average_to_the_exact_matrix():
     model, params, data = twice()
     exact = kfac(model, F.cross_entropy, params, data, fisher="exact")
-    drawn = kfac(
-        model, F.cross_entropy, params, data, samples=3000, generator=torch.Generator().manual_seed(0)
-    )
-    assert error(drawn.to_dense(), exact.to_dense()) < 0.05
-    again = kfac(
-        model, F.cross_entropy, params, data, samples=3000, generator=torch.Generator().manual_seed(0)
-    )
-    assert torch.equal(drawn.to_dense(), again.to_dense())
+
+    def drawn(samples):
+        source = torch.Generator().manual_seed(0)
+        return kfac(model, F.cross_entropy, params, data, samples=samples, generator=source).to_dense()
+
+    assert error(drawn(750), exact.to_dense()) < 0.1
+    assert torch.equal(drawn(5), drawn(5))
 
 
 @pytest.mark.parametrize("correct", [False, True])
