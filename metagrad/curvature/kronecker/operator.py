@@ -192,7 +192,9 @@ class Kronecker(Operator):
         Raises:
             ValueError: ``damping`` is negative, or it is 0 and a block is singular.
         """
-        factors = [values**power for values in self._damped("K.root(damping)", damping, split=split)]
+        factors = [
+            values**power for values in self._damped("K.solve, K.inverse or K.root", damping, split=split)
+        ]
         return lambda rows: self._scaled(rows, factors)
 
     def inverse(self, damping: float | Tensor = 0.0, *, split: bool = False) -> Rows:
