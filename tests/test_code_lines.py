@@ -6,8 +6,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_970, "experiments": 9_730, "tests": 28_880}
-FILES = {"metagrad": 257, "experiments": 76}
+LINES = {"metagrad": 25_300, "experiments": 9_900, "tests": 29_700}
+FILES = {"metagrad": 264, "experiments": 80}
 
 
 @pytest.mark.parametrize("folder", LINES)
