@@ -1,4 +1,4 @@
-"""What a bug report has: versions, devices, threads, variables, and what is missing."""
+"""The report for bugs: versions, devices, threads, variables, and missing packages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The private names of torch that the library depends on: all in one place, and all there.
 
-Nothing here imports metagrad, so that these tests say what an installed torch lacks where ``import metagrad`` fails.
+These tests do not import metagrad. They name what an installed torch lacks if ``import metagrad`` fails.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ PLACES = [ROOT / "metagrad" / "core" / "_torch.py"]
 MOST_NAMES, MOST_ATTRIBUTES = 29, 22
 SOURCES = sorted(set((ROOT / "metagrad").rglob("*.py")) - set(PLACES))
 
-
-# The private attributes of torch's objects that are read, by what has them, and why. Attributes of saved tensors
-# (``_saved_...``) are not among them: metagrad.autograd.checks.lint_rules has a test for each.
+# Reasons for reading private attributes of torch's objects, by type. The ``_saved_...`` attributes of nodes are tested
+# in metagrad.autograd.checks.lint_rules.
 ATTRIBUTES = {
     torch.Tensor: {
         "_version": "counts writes in place",
-        "_base": "what a view is of",
+        "_base": "the tensor of a view",
         "_is_zerotensor": "whether forward mode made it instead of zeros",
         "_indices": "of a COO tensor that was not coalesced",
-        "_values": "likewise",
+        "_values": "of a COO tensor that was not coalesced",
     },
     torch.autograd.Function._backward_cls: {
         "_forward_cls": "the Function that a node of the graph belongs to"

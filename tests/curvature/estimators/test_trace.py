@@ -18,7 +18,7 @@ from tests.marks import slow
 class Case(NamedTuple):
     """Properties of a method with a subspace."""
 
-    everything: int  # products at which the subspace has all 20 dimensions
+    everything: int  # products after which the subspace has all 20 dimensions
     least: int  # products that it needs
     median: float  # of relative errors, on 0.7^i with 120 products
 

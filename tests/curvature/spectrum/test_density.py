@@ -85,7 +85,7 @@ def test_multiples_of_the_identity_are_one_peak():
 
 def test_processes_that_end_early_beside_others():
     dense = torch.diag(torch.tensor([0.0, 0.0, 1.0, 2.0], dtype=torch.float64))
-    dense[0, 1] = dense[1, 0] = 1.0  # eigenvalues 1 and -1, of which a probe of signs sees only one
+    dense[0, 1] = dense[1, 0] = 1.0  # eigenvalues 1 and -1. A probe of signs sees one of them
     phi = spectral_density(MatrixMap(dense), probes=8, generator=generator())
     assert phi.nodes.shape == phi.weights.shape == (8, 4)
     torch.testing.assert_close(phi.weights.sum(1), torch.ones(8, dtype=torch.float64))
