@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from metagrad.autograd.checks.lint import findings, with_recomputed
+from metagrad.autograd.checks.lint import custom_functions, findings, with_recomputed
 from metagrad.autograd.checks.lint_rules import Kind
+from metagrad.core.checks import warn
 from metagrad.core.tape import graph_nodes
 
 
@@ -26,6 +27,8 @@ def refuse_missing(
 ) -> None:
     """Raise ``MissingDerivative`` with every node whose derivatives are detached, missing or incorrect.
 
+    A custom ``autograd.Function`` warns, because its backward cannot be inspected.
+
     Args:
         call: How the error names the caller.
         loss: A tensor with a graph.
@@ -33,6 +36,13 @@ def refuse_missing(
         behind: The nodes that end the walk over the graph.
         kinds: The kinds of findings that raise.
     """
-    found = findings(with_recomputed(graph_nodes([loss], set(behind))), order, kinds)
+    nodes = list(with_recomputed(graph_nodes([loss], set(behind))))
+    found = findings(nodes, order, kinds)
     if found:
         raise MissingDerivative("\n".join(f"{call}: {finding}" for finding in found))
+    if functions := custom_functions(nodes):
+        warn(
+            f"{call}: the graph has the custom autograd.Function {', '.join(functions)}, which is differentiated "
+            "twice. torch does not check that this is correct. Run metagrad.preflight, which compares it with finite "
+            "differences."
+        )

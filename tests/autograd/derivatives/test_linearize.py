@@ -200,6 +200,7 @@ def test_products_that_are_not_finite_name_their_parameter():
             lin.hvp({"a": torch.tensor([1.0, torch.nan]), "b": torch.zeros(2)})
 
 
+@pytest.mark.filterwarnings("ignore:.*custom autograd.Function")
 def test_missing_derivatives_are_named():
     x = torch.rand(3, 2, requires_grad=True)
     with pytest.raises(MissingDerivative, match=r"HardsigmoidBackward0, from F\.hardsigmoid, raises an"):

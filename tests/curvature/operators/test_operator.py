@@ -14,6 +14,7 @@ import metagrad as mg
 from metagrad.curvature.operators.operator import Identity, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse import SparseTensor
+from tests.meta.checks.test_preflight import Detached, Wrong
 
 
 class Dense(Operator):
@@ -330,6 +331,28 @@ def test_operators_of_graphs_with_hooks_are_symmetric_or_an_error(hook):
                     ValueError, match=r"H @ v: H is not symmetric: .* A hook or an autograd.Function"
                 ):
                     use(make())
+
+
+@pytest.mark.parametrize("function", [Detached, Wrong], ids=lambda f: f.__name__)
+def test_a_custom_function_is_named_before_it_is_differentiated_twice(function):
+    w, x = torch.randn(3, requires_grad=True), torch.randn(4, 3)
+
+    def loss(params):
+        return function.apply(x @ params["w"]).sum()
+
+    for use in (
+        lambda: mg.hessian(loss({"w": w}), {"w": w}),
+        lambda: mg.hessian(loss, {"w": w}),
+        lambda: mg.autograd.linearize(loss({"w": w}), {"w": w}),
+        lambda: (
+            mg.ggn(lambda p, x: function.apply(x @ p["w"]), nn.functional.mse_loss, {"w": w}, (x, x[:, 0]))
+            @ w
+        ),
+    ):
+        with pytest.warns(
+            UserWarning, match=rf"has the custom autograd.Function {function.__name__}, which is diff"
+        ):
+            use()
 
 
 def test_products_of_functions_leave_buffers_alone():
