@@ -20,11 +20,13 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 
 import torch
+
+from metagrad.core.tree import tensors_in
 
 T = TypeVar("T")
 
@@ -122,6 +124,22 @@ def check_function(call: str, name: str, function: Any) -> Any:
             f"{call}: {name} must be a function, not what it returns, got {type(function).__name__}."
         )
     return function
+
+
+@contextlib.contextmanager
+def dtypes_explained(call: str, params: Iterable[torch.Tensor], data: object) -> Generator[None]:
+    """Raise ``ValueError`` for an error of a model whose inputs have another dtype than its parameters."""
+    try:
+        yield
+    except RuntimeError as error:
+        dtype = next((p.dtype for p in params), None)
+        others = {leaf.dtype for leaf in tensors_in(data) if leaf.is_floating_point()} - {dtype}
+        if dtype is None or not others:
+            raise
+        raise ValueError(
+            f"{call}: the model raised an error. The parameters are {dtype} and an input is {others.pop()}. "
+            f"Bring them to one dtype, such as x.to({dtype}). The error was: {error}"
+        ) from error
 
 
 def warn(message: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import recorded_gradient
 from metagrad.core.budget import Bytes, checked_bytes
-from metagrad.core.checks import is_list_or_tuple
+from metagrad.core.checks import dtypes_explained, is_list_or_tuple
 from metagrad.core.norms import every_order
 from metagrad.core.reach import Reached
 from metagrad.core.substitution import own_buffers
@@ -119,7 +119,12 @@ def hessian(
         leaves = {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in values.items()}
         arguments = tuple(batch) if is_list_or_tuple(batch) else (batch,)
         training = (module for module in modules if module.training)
-        with torch.enable_grad(), every_order(), own_buffers(training):
+        with (
+            torch.enable_grad(),
+            every_order(),
+            own_buffers(training),
+            dtypes_explained(_CALL, leaves.values(), arguments),
+        ):
             value, known = recognized(lambda: loss(with_values(params, leaves), *arguments))
         operator = of_loss(value, leaves)
         if not is_alone:

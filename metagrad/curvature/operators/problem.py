@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.derivatives.grad import check_loss
 from metagrad.autograd.derivatives.recorded import JacobianGraph, checked_leaves, refuse_order, refuse_unused
-from metagrad.core.checks import check_function
+from metagrad.core.checks import check_function, dtypes_explained
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.norms import every_order
 from metagrad.core.reach import Reached
@@ -98,7 +97,7 @@ class ModelProblem:
         x, y = self._pair(batch)
         with torch.enable_grad():
             leaves = self._leaves()
-            with every_order(), self._explained(x):
+            with every_order(), dtypes_explained(self.call, map(values_of, self.params.values()), x):
                 output = self._call_model(leaves, x)
             loss, known = evaluate(self.loss_fn, output, y)
         named = self._checked(leaves, loss)
@@ -109,21 +108,6 @@ class ModelProblem:
             refuse_order(self.call, outputs, list(named.values()), 3)
         recorded = JacobianGraph(self.call, outputs, named, create_graph=self.create_graph)
         return ModelEvaluation(self, batch, loss, output, outputs, known, recorded)
-
-    @contextlib.contextmanager
-    def _explained(self, x: Tree) -> Generator[None]:
-        """Raise ``ValueError`` for an error of the model whose inputs have another dtype than its parameters."""
-        try:
-            yield
-        except RuntimeError as error:
-            dtype = values_of(next(iter(self.params.values()))).dtype
-            others = {leaf.dtype for leaf in tensors_in(x) if leaf.is_floating_point()} - {dtype}
-            if not others:
-                raise
-            raise ValueError(
-                f"{self.call}: the model raised an error. The parameters are {dtype} and an input is {others.pop()}. "
-                f"Bring them to one dtype, such as x.to({dtype}). The error was: {error}"
-            ) from error
 
     def _pair(self, batch: Tree) -> tuple[Tree, Tree]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:

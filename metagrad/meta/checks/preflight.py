@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
 from metagrad.core.capture import RandomState
-from metagrad.core.checks import check_choice, check_count, check_type
+from metagrad.core.checks import check_choice, check_count, check_type, dtypes_explained
 from metagrad.core.modules import ModuleSnapshot, check_substitutable
 from metagrad.core.norms import unfused_attention
 from metagrad.core.structured import structured
@@ -102,7 +102,9 @@ def preflight(
         ([('1', 'wrong', 2)], False)
     """
     with _unchanged(model, loss_fn):
-        return _report(_request(model, loss_fn, batch, order, inner, steps))
+        request = _request(model, loss_fn, batch, order, inner, steps)
+        with dtypes_explained(_CALL, request.whole.params, (request.whole.x, batch)):
+            return _report(request)
 
 
 @contextlib.contextmanager
