@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
+import metagrad as mg
 from metagrad.optim import KFAC, SOAP, AdaHessian, Lion, Muon, Shampoo, SparseAdam, rules
 from metagrad.optim.kronecker.matrix_roots import inverse_root
 from tests.optim.cases import draw
 from tests.optim.torch_optim.cases import (
     assert_equal,
     assert_near,
+    batch,
     classification,
     every_one,
     network,
+    of_cases,
     optimizer,
     run,
     snapshot,
@@ -129,6 +133,34 @@ def test_the_derivative_of_soap_is_as_exact_as_its_shift(g):
         step_and_derivative(rules.soap(1.0), g, F32)
 
 
+@pytest.mark.parametrize("scales", [(1, 1, 1, 1), (1, 0.3, 0.1, 0.03)])
+@of_cases(lambda case: "backward" in case.traits and "calls again" not in case.traits)
+def test_curvature_optimizers_at_their_defaults(case, scales):
+    """Weights are rounded before and after a step, and the n sums of a system are rounded times its condition.
+
+    Conjugate gradients add the errors of up to n steps. The system is singular for the mean over classes, which the
+    loss does not depend on.
+    """
+    steps = []
+    for dtype in (F32, F64):
+        model = torch.nn.Linear(4, 3, bias=False, dtype=dtype)
+        start = draw({"w": (3, 4)})["w"].detach().to(dtype)
+        model.weight.data = start.clone()
+        x, y = batch(dtype)
+        x = x * torch.tensor(scales)
+        opt = case.of(model, **{"seed": 0} if "seed" in case.traits else {})
+        run(opt, lambda x=x, y=y, model=model: cross_entropy(model(x), y), 1)
+        steps.append((model.weight - start).detach().double())
+    with mg.ggn(model, cross_entropy, {"weight": start}, (x, y)) as G:
+        values = torch.linalg.eigvalsh(G.to_dense())
+    (got, expected), condition = (
+        (step - step.mean(0) for step in steps),
+        values[-1] / values[values > 1e-9][0],
+    )
+    sums = len(values) ** (2 if "one vector" in case.traits else 1)
+    assert (got - expected).norm() <= EPS * (2 * start.norm() + sums * condition * expected.norm())
+
+
 # Layouts and dtypes ---------------------------------------------------------------------------------------------
 
 
@@ -165,12 +197,12 @@ def test_channels_last_kernels_take_the_steps_of_contiguous_ones(make):
 
 
 @pytest.mark.parametrize("make", [Lion, Muon, Shampoo, SOAP, SparseAdam], ids=lambda make: make.__name__)
-def test_two_dtypes_in_one_optimizer_take_the_steps_of_two_optimizers(make):
+@pytest.mark.parametrize("dtypes", [(F32, F64), (torch.bfloat16, F32)], ids=str)
+def test_two_dtypes_in_one_optimizer_take_the_steps_of_two_optimizers(make, dtypes):
     results = []
     for sizes in ((2,), (1, 1)):
-        params = [
-            torch.ones(shape, dtype=dtype).requires_grad_() for shape, dtype in (((4, 3), F32), ((3, 4), F64))
-        ]
+        shapes = zip(((4, 3), (3, 4)), dtypes, strict=True)
+        params = [torch.ones(shape, dtype=dtype).requires_grad_() for shape, dtype in shapes]
         groups = iter(params)
         opts = [make([next(groups) for _ in range(size)], lr=0.1) for size in sizes]
         for seed in range(4):
@@ -180,3 +212,23 @@ def test_two_dtypes_in_one_optimizer_take_the_steps_of_two_optimizers(make):
                 opt.step()
         results.append(params)
     assert_equal(*results)
+
+
+@of_cases(lambda case: case.traits >= {"backward", "told"} and not case.traits & {"one vector", "model"})
+def test_half_precision_beside_float32_takes_the_step_of_float32_rounded(case):
+    """The loss reads the same numbers. Rounded are the new weight, and its gradient, probes and products."""
+    results = []
+    for dtype in (F32, torch.bfloat16):
+        model = network(torch.bfloat16).float()
+        model.second.to(dtype)
+        start, (x, y) = snapshot(model), batch()
+
+        def loss(model=model, x=x, y=y):
+            return cross_entropy(model.first(x).tanh() @ model.second.weight.float().T, y)
+
+        run(optimizer(case, model), loss, 1)
+        results.append(snapshot(model))
+    for weight, expected, got in zip(start, *results, strict=True):
+        bound = 2**-8 * (expected.abs() + 4 * (expected - weight.float()).abs())
+        assert got.dtype == weight.dtype
+        assert ((got.float() - expected).abs() <= bound).all()
