@@ -17,8 +17,8 @@ PLACES = [ROOT / "metagrad" / "core" / "_torch.py"]
 MOST_NAMES, MOST_ATTRIBUTES = 29, 22
 SOURCES = sorted(set((ROOT / "metagrad").rglob("*.py")) - set(PLACES))
 
-# Reasons for reading private attributes of torch's objects, by type. The ``_saved_...`` attributes of nodes are tested
-# in metagrad.autograd.checks.lint_rules.
+# Reasons for reading private attributes of torch's objects, by type. Other tests cover ``_saved_...`` attributes of
+# nodes.
 ATTRIBUTES = {
     torch.Tensor: {
         "_version": "counts writes in place",

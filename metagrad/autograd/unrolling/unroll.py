@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import nn
 
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
 from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_compile
 from metagrad.autograd.unrolling.schedule import Loop, Step, few_states, in_turn, loop_keeping, plain
+from metagrad.autograd.unrolling.statistics import StatisticsGuard, checked_statistics
 from metagrad.autograd.unrolling.steps import Arguments, Pair, checked_pair, rows_of
-from metagrad.core._torch import BatchNorm, InstanceNorm, current_graph_task
 from metagrad.core.budget import Memory, MemoryMode, checked_memory
 from metagrad.core.checks import check_count, check_function, is_integer, warn
 from metagrad.core.reach import Reached
 from metagrad.core.substitution import checked_reruns
 from metagrad.core.tree import Tree, constants, detached, tree_map
-
-_NORMS = (BatchNorm, InstanceNorm)
 
 
 def unroll(
@@ -98,7 +94,8 @@ def unroll(
             is too small for one step, and the message gives the minimum. ``step`` does not return a pair, or it
             changes the structure, a shape or a dtype of the state. A recomputed step writes in place. A tensor in
             ``inputs`` does not have one row for each step.
-        RuntimeError: A norm in evaluation mode reads running statistics that a differentiable step updated.
+        RuntimeError: A norm in evaluation mode reads running statistics that a differentiable step updated. A later
+            call of the norm also raises, if its output depends on the result.
         TypeError: ``steps`` is no int, or ``aux`` holds something else than tensors and None.
 
     Example:
@@ -136,7 +133,7 @@ def unroll(
     if create_graph and (states or mode != "full"):
         _warn_of_lists(step, steps)
     times = range(steps)
-    statistics = _running_means(step) if create_graph else []
+    statistics = StatisticsGuard(step)
 
     def run(loop: Loop) -> Pair:
         pieces = [(torch.no_grad()(loop), times[:first]), (torch.enable_grad()(loop), times[first:])]
@@ -153,7 +150,7 @@ def unroll(
         compiled = functools.partial(run, functools.partial(compiler.unroll, memory=mode))
         last, aux = compiler.attempt(compiled, eager)
         last = tree_map(lambda old, new: int(new) if type(old) is int else new, state, last)
-    _warn_of_statistics(statistics)
+    statistics.guard(last)
     return last, aux
 
 
@@ -162,37 +159,10 @@ def _checked(step: Step) -> Step:
     updated: set[nn.Module] | None = set() if torch.is_grad_enabled() else None
 
     def checked_step(*args: Any) -> Pair:
-        with checked_reruns("unroll(step, ...)"), _checked_statistics(updated):
+        with checked_reruns("unroll(step, ...)"), checked_statistics(updated):
             return step(*args)
 
     return checked_step
-
-
-@contextlib.contextmanager
-def _checked_statistics(updated: set[nn.Module] | None) -> Generator[None]:
-    """Context manager that raises if a norm reads running statistics whose update torch does not differentiate.
-
-    Args:
-        updated: The norms that an earlier step has called in training mode. None checks nothing.
-    """
-
-    def check(module: nn.Module, _: object, output: Tensor) -> None:
-        if updated is None or not isinstance(module, _NORMS) or module.running_mean is None:
-            return
-        if module.training:
-            updated.add(module)
-        elif module in updated and output.requires_grad and current_graph_task() < 0:
-            raise RuntimeError(
-                f"unroll(step, ...): {type(module).__name__} in evaluation mode reads running statistics that a step "
-                "updated, and torch does not differentiate the update. Use batch statistics (training mode), pass "
-                "track_running_stats=False, or compute a metric under torch.no_grad()."
-            )
-
-    handle = register_module_forward_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def run_loop(
@@ -225,23 +195,6 @@ def _warn_of_lists(step: Step, steps: int) -> None:
             f"unroll(step, ...): the step reads a list of {steps} tensors, and each step records all of them. Stack "
             "them and pass them as inputs=, so that step t receives row t."
         )
-
-
-def _running_means(step: Step) -> list[tuple[nn.Module, Tensor, Tensor]]:
-    """Return the norms whose running statistics a step can update, their running means, and copies of these."""
-    norms = [m for m in Reached(step).modules if isinstance(m, _NORMS)]
-    return [(m, m.running_mean, m.running_mean.clone()) for m in norms if m.running_mean is not None]
-
-
-def _warn_of_statistics(found: list[tuple[nn.Module, Tensor, Tensor]]) -> None:
-    for module, mean, before in found:
-        if not torch.equal(mean, before):
-            warn(
-                f"unroll(step, ...): the steps update the running statistics of {type(module).__name__}, which torch "
-                "does not differentiate. A gradient through a later call in evaluation mode lacks this dependence. "
-                "Evaluate with batch statistics (training mode), or pass track_running_stats=False."
-            )
-            return
 
 
 def _code(step: Callable[..., Any]) -> object:

@@ -167,8 +167,10 @@ class SOAPRule(AxisMatrices):
     def _check_shift(self, g: Tensor) -> None:
         """Raise ``ValueError`` if a derivative through the bases is dominated by rounding."""
         shift, dtype = self.shift, torch.promote_types(g.dtype, torch.float32)
-        is_known = isinstance(shift, (int, float)) and dtype != torch.float64
-        if is_known and g.requires_grad and torch.is_grad_enabled() and torch.finfo(dtype).eps > 2e-3 * shift:
+        is_differentiated = g.requires_grad and torch.is_grad_enabled()
+        if not isinstance(shift, (int, float)) or not is_differentiated or dtype == torch.float64:
+            return
+        if torch.finfo(dtype).eps > 2e-3 * shift:
             raise ValueError(
                 f"soap(...).update: this step is differentiated in {dtype}, where shift={shift:g} makes derivatives "
                 "wrong by several percent. Use shift=1e-3, or float64."

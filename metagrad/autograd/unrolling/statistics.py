@@ -1,0 +1,100 @@
+"""Errors for running statistics that differentiated steps updated. torch does not differentiate the update."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from metagrad.core._torch import BatchNorm, InstanceNorm, current_graph_task
+from metagrad.core.reach import Reached
+from metagrad.core.tape import graph_nodes
+from metagrad.core.tree import Tree, tree_leaves
+
+_NORMS = (BatchNorm, InstanceNorm)
+_guard: _Guard | None = None
+
+
+@contextlib.contextmanager
+def checked_statistics(updated: set[nn.Module] | None) -> Generator[None]:
+    """Context manager for one step, which raises if a norm reads statistics that a step updated.
+
+    Args:
+        updated: The norms that an earlier step has called in training mode. None checks nothing.
+    """
+
+    def check(module: nn.Module, _: object, output: Tensor) -> None:
+        if updated is None or not isinstance(module, _NORMS) or module.running_mean is None:
+            return
+        if module.training:
+            updated.add(module)
+        elif module in updated and output.requires_grad and current_graph_task() < 0:
+            raise _stale(module)
+
+    handle = register_module_forward_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class StatisticsGuard:
+    """Records the running statistics before a loop, and guards later reads of statistics that the loop updated.
+
+    A later read raises if the output of the norm depends on the result of the loop. The guard ends with the next loop
+    that has norms, or if the result no longer exists.
+
+    Args:
+        step: The step of the loop, whose norms are found.
+    """
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        norms = [m for m in Reached(step).modules if isinstance(m, _NORMS)]
+        self._means = [
+            (m, m.running_mean, m.running_mean.clone()) for m in norms if m.running_mean is not None
+        ]
+        if norms:
+            _replace(None)  # torch.compile would trace the hook
+
+    def guard(self, result: Tree) -> None:
+        """Raise in later calls that read updated statistics and depend on a result of the loop."""
+        results = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+        updated = [m for m, mean, before in self._means if results and not torch.equal(mean, before)]
+        if updated:
+            _replace(_Guard(updated, results))
+
+
+class _Guard:
+    """A hook of all modules. It keeps neither the modules nor the results alive."""
+
+    def __init__(self, norms: Sequence[nn.Module], results: list[Tensor]) -> None:
+        self.norms = weakref.WeakSet(norms)
+        self.results = [weakref.ref(t) for t in results]
+        self.handle = register_module_forward_hook(self)
+
+    def __call__(self, module: nn.Module, _: object, output: Any) -> None:
+        nodes = {result.grad_fn for ref in self.results if (result := ref()) is not None} - {None}
+        if not nodes:
+            _replace(None)
+        elif module in self.norms and not module.training and not nodes.isdisjoint(graph_nodes([output])):
+            raise _stale(module)
+
+
+def _replace(guard: _Guard | None) -> None:
+    global _guard
+    if _guard is not None:
+        _guard.handle.remove()
+    _guard = guard
+
+
+def _stale(module: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"unroll(step, ...): {type(module).__name__} in evaluation mode reads running statistics that a step "
+        "updated, and torch does not differentiate the update. Use batch statistics (training mode), pass "
+        "track_running_stats=False, or compute a metric under torch.no_grad()."
+    )
