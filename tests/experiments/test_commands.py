@@ -54,7 +54,7 @@ SMALL = {
 """The arguments that make a program short. The longest beginning counts, and a preset that is printed stays."""
 
 OPTIONS = {"benchmarks.sparse NAME": "benchmarks.sparse lookup", " ...": ""}
-"""What a page leaves to the reader, and a choice."""
+"""Choices for arguments that a page leaves to the reader."""
 
 NEEDS = {
     r"omniglot|studies\.(algorithms|attack_images|clean|distill|landscape|search)|sparse_convolution|conv4,": (
