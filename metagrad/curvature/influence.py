@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.autograd.derivatives.recorded import split_rows
 from metagrad.core.checks import check_count, refuse
 from metagrad.core.tree import LossFn, Params, tree_map
 from metagrad.curvature.kronecker.groups import refuse_batch_norms
@@ -189,7 +190,7 @@ def _products(evaluation: ModelEvaluation, gradients: Sequence[Tensor], solved: 
     """Return the products of each example's gradient with rows, ``[rows, examples]``."""
     found = list[Tensor]()
     for row in solved:
-        tangents = evaluation.recorded.push(evaluation.problem.space.split(row))
+        tangents = split_rows(evaluation.recorded.push(row), evaluation.outputs)
         parts = [g * z for g, z in zip(gradients, tangents, strict=True)]
         found.append(torch.stack([p.reshape(evaluation.num_examples, -1).sum(1) for p in parts]).sum(0))
     return torch.stack(found)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from metagrad.autograd.derivatives.recorded import JacobianGraph, recorded_gradient
+from metagrad.autograd.derivatives.recorded import Recorded, recorded_gradient, split_rows
 from metagrad.core.checks import check_count, check_function, is_a
 from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes, is_transformed
-from metagrad.core.tree import Params, zeros_for_none
+from metagrad.core.tree import Params
 from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.solvers.implicit import Inverse, attach
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
@@ -123,7 +123,7 @@ def implicit_diff(
         return -torch.autograd.grad(again.sum(), rows, create_graph=True)[0]
 
     inverse = Inverse(residual, solve, solve, order, None, f"{call[:-1]}, order={{}})")
-    x, slope = hessians.join(hessians.leaves).detach(), hessians.join(hessians.slopes)
+    x, slope = hessians.join(hessians.leaves).detach(), hessians.slopes
     rows = attach(inverse, x, -slope, order)
     found = dict(zip(hessians.names, hessians.split(rows), strict=True))
     return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
@@ -184,19 +184,22 @@ class _TaskHessians:
         self._sizes = [leaf.numel() // self.num_matrices for leaf in self.leaves]
         self.shape: tuple[int, int] = (sum(self._sizes), sum(self._sizes))
         self._recorded = recorded_gradient(call, losses.sum(), params)
-        self.slopes = zeros_for_none(self._recorded.outputs, self.leaves)
+        self.slopes: Tensor = self._rows(self._recorded.outputs)
         self._penalty = None if split is None else split.penalty
         if split is not None:
             outputs = {"outputs": split.outputs}
-            self._model = JacobianGraph(call, [split.outputs], params)
+            self._model = Recorded(call, [split.outputs], params)
             self._loss = recorded_gradient(call, losses.sum(), outputs)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply each row with its own matrix."""
-        rows = self.split(vectors)
+        v = torch.cat([part.reshape(-1) for part in self.split(vectors)])
         if self._penalty is None:
-            return self.join(self._recorded.pull(rows))
-        return self.join(self._model.pull(self._loss.pull(self._model.push(rows)))) + self._penalty * vectors
+            return self._rows(self._recorded.pull(v))
+        return self._rows(self._model.pull(self._loss.pull(self._model.push(v)))) + self._penalty * vectors
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        return self.join(split_rows(flat, self.leaves))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return tensors like the parameters as rows ``[tasks, n]``."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import JacobianGraph
+from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_count
 from metagrad.curvature.linear_map import Rows
@@ -204,8 +204,8 @@ class Broyden:
 def _jacobian(f: Rows, x: Tensor) -> Rows:
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        graph = JacobianGraph("root(f, x0)", [f(leaf)], {"x": leaf})
-    return lambda rows: graph.push([rows])[0].detach()
+        graph = Recorded("root(f, x0)", [f(leaf)], {"x": leaf})
+    return lambda rows: graph.push(rows.reshape(-1)).view_as(rows)
 
 
 def _searched(f: Rows, now: Iterate, d: Tensor, active: Tensor) -> Iterate:

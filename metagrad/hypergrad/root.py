@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import JacobianGraph
+from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import linalg
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a, warn
@@ -344,25 +344,28 @@ class Linearization:
         self._call, self._f, self._x, self._solver, self._rtol = call, f, x, solver, rtol
 
     @cached_property
-    def _graph(self) -> JacobianGraph:
+    def _graph(self) -> Recorded:
         with torch.enable_grad():
             leaf = self._x.detach().requires_grad_()
-            return JacobianGraph(self._call, [self._f(leaf)], {"x": leaf})
+            return Recorded(self._call, [self._f(leaf)], {"x": leaf})
 
     @cached_property
     def _matrix(self) -> Tensor:
         k, n = self._x.shape
         identity = torch.eye(n, dtype=self._x.dtype, device=self._x.device)
-        rows = [self._graph.pull([row.expand(k, n).contiguous()])[0] for row in identity]
-        return -torch.stack(rows, 1)  # [k, n, n]
+        rows = [self._product(self._graph.pull, row.expand(k, n)) for row in identity]
+        return torch.stack(rows, 1)  # [k, n, n]
+
+    def _product(self, multiply: Rows, rows: Tensor) -> Tensor:
+        return -multiply(rows.reshape(-1)).view(rows.shape)
 
     def solve_transposed(self, g: Tensor) -> Tensor:
         """Solve with the transpose, without a graph."""
-        return self._solved(g, lambda rows: -self._graph.pull([rows])[0], lambda: self._matrix.mT)
+        return self._solved(g, partial(self._product, self._graph.pull), lambda: self._matrix.mT)
 
     def solve(self, g: Tensor) -> Tensor:
         """Solve, without a graph."""
-        return self._solved(g, lambda rows: -self._graph.push([rows])[0], lambda: self._matrix)
+        return self._solved(g, partial(self._product, self._graph.push), lambda: self._matrix)
 
     def _solved(self, g: Tensor, products: Rows, matrix: Callable[[], Tensor]) -> Tensor:
         with torch.no_grad():

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
-from metagrad.autograd.derivatives.recorded import BatchedVjp, JacobianGraph, recorded_gradient
+from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded, recorded_gradient, split_rows
 from metagrad.core import _torch
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.tape import is_differentiated
-from metagrad.core.tree import Tree, tree_flatten, tree_map, tree_unflatten, zeros_for_none
+from metagrad.core.tree import Tree, tree_flatten, tree_map, tree_unflatten
 
 _CALL = "linearize(loss, params)"
 
@@ -69,11 +69,11 @@ class Linearization:
         gradient: The gradient, as a pytree like the parameters.
     """
 
-    def __init__(self, loss: Tensor, params: Tree, recorded: JacobianGraph, *, create_graph: bool) -> None:
-        self._recorded: JacobianGraph | None = recorded
+    def __init__(self, loss: Tensor, params: Tree, recorded: Recorded, *, create_graph: bool) -> None:
+        self._recorded: Recorded | None = recorded
         self._spec = tree_flatten(params)[1]
         self._batched = BatchedVjp()
-        gradient = tree_unflatten(zeros_for_none(recorded.outputs, recorded.inputs), self._spec)
+        gradient = tree_unflatten(self._split(recorded, recorded.outputs), self._spec)
         self.loss: Tensor = loss if create_graph else loss.detach()
         self.gradient: Tree = gradient if create_graph else tree_map(torch.Tensor.detach, gradient)
 
@@ -101,11 +101,16 @@ class Linearization:
         recorded = self._recorded
         if recorded is None:
             raise ValueError("hvp(v): closed, and the graph is freed. Multiply inside the with block.")
-        vectors, is_stack = self._read(recorded, v)
+        vectors, leading = self._read(recorded, v)
         size = checked_bytes("hvp(v)", "chunk", chunk)
-        recorded.refuse_moved()
-        products = self._stack(recorded, vectors, size) if is_stack else recorded.pull(vectors)
-        self._refuse_nonfinite(recorded, vectors, products)
+        flat = torch.cat([part.reshape(*leading, -1) for part in vectors], -1)
+        if leading:
+            product = self._batched.rows(recorded.pull, flat, size, on_tape=recorded.on_tape)
+        else:
+            product = recorded.pull(flat)
+        products = self._split(recorded, product)
+        if not (_torch.functorch_is_active() or is_finite([product])):
+            self._refuse_nonfinite(recorded, vectors, products)
         return tree_unflatten(products, self._spec)
 
     def close(self) -> None:
@@ -122,46 +127,30 @@ class Linearization:
     ) -> None:
         self.close()
 
-    def _stack(self, recorded: JacobianGraph, vectors: Sequence[Tensor], chunk: int) -> list[Tensor]:
-        """Compute a stack of products. Differentiable products run in turn, since vmap can differentiate wrongly."""
-        if recorded.on_tape:
-            rows = [recorded.pull(row) for row in zip(*vectors, strict=True)]
-            return [torch.stack(parts) for parts in zip(*rows, strict=True)]
-        sizes = [p.numel() for p in recorded.inputs]
+    def _split(self, recorded: Recorded, rows: Tensor) -> list[Tensor]:
+        parts = split_rows(rows, recorded.inputs)
+        return [part.to(p.dtype) for part, p in zip(parts, recorded.inputs, strict=True)]
 
-        def split(rows: Tensor) -> list[Tensor]:
-            parts = zip(rows.split_with_sizes(sizes, -1), recorded.inputs, strict=True)
-            return [part.reshape(*rows.shape[:-1], *p.shape) for part, p in parts]
-
-        def product(rows: Tensor, batched: bool) -> Tensor:
-            found = recorded.pull(split(rows), batched)
-            return torch.cat([part.reshape(*rows.shape[:-1], -1) for part in found], -1)
-
-        flat = torch.cat([v.reshape(len(v), -1) for v in vectors], 1)
-        return split(self._batched.rows(product, flat, chunk))
-
-    def _read(self, recorded: JacobianGraph, v: Tree) -> tuple[list[Tensor], bool]:
+    def _read(self, recorded: Recorded, v: Tree) -> tuple[list[Tensor], tuple[int, ...]]:
+        """Return the leaves of a vector, and the shape ``(k,)`` of a stack."""
         vectors, structure = tree_flatten(v)
         if structure != self._spec:
             raise ValueError(
                 f"hvp(v): v must have the structure of the parameters, {self._spec}, got {structure}."
             )
-        count = len(vectors[0]) if vectors[0].ndim > recorded.inputs[0].ndim else None
-        leading = () if count is None else (count,)
+        leading = tuple(vectors[0].shape[:1]) if vectors[0].ndim > recorded.inputs[0].ndim else ()
         for (name, p), vector in zip(recorded.params.items(), vectors, strict=True):
             expected, got = ((*leading, *p.shape), p.dtype), (tuple(vector.shape), vector.dtype)
-            if got != expected or count == 0:
+            if got != expected or leading == (0,):
                 raise ValueError(
                     f"hvp(v): the entry of {name} must be as its parameter is, {expected}, or a stack of as many as "
                     f"the others, got {got}."
                 )
-        return vectors, count is not None
+        return vectors, leading
 
     def _refuse_nonfinite(
-        self, recorded: JacobianGraph, vectors: Sequence[Tensor], products: Sequence[Tensor]
+        self, recorded: Recorded, vectors: Sequence[Tensor], products: Sequence[Tensor]
     ) -> None:
-        if _torch.functorch_is_active() or is_finite(products):
-            return
         for what, tensors in (("v", vectors), ("the product", products)):
             for name, tensor in zip(recorded.params, tensors, strict=True):
                 if not is_finite([tensor]):

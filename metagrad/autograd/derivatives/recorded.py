@@ -11,27 +11,42 @@ from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.checks.missing_derivatives import refuse_missing
 from metagrad.autograd.derivatives.grad import check_loss, check_params
-from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, graph_vjp, transposed_product
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.modules import has_memory, refuse_freed, refuse_sharded
-from metagrad.core.tree import Tree, leaf_names, tree_leaves
+from metagrad.core.tree import Tree, leaf_names, tree_leaves, zeros_for_none
 from metagrad.memory.storages import Ledger, StorageMode
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
-class JacobianGraph:
+class Recorded:
     r"""Outputs :math:`z(\theta)` with their graph, for any number of products with their Jacobian :math:`J`.
 
     .. math:: \mathrm{pull}(u) = J^\top u = \nabla_\theta \langle z, u \rangle, \qquad
               \mathrm{push}(v) = J v = \nabla_u \langle J^\top u, v \rangle
 
     If the outputs are a gradient, ``pull`` is the Hessian-vector product. A Gauss-Newton product is ``push``, a
-    product with a matrix of the outputs, and ``pull``.
+    product with a matrix of the outputs, and ``pull``. All vectors are flat: outputs and parameters are concatenated.
+    One cotangent is faster in autograd than one for each parameter.
 
     Args:
         call: How errors name the caller.
-        outputs: Tensors with a graph. Tensors without a graph, and None, have a derivative of zero.
+        outputs: Tensors. Those without a graph have a derivative of zero.
         params: The tensors to differentiate with respect to, by their names in errors.
         create_graph: Return differentiable products in grad mode.
+
+    Attributes:
+        outputs: The flat outputs, ``[m]``.
+        parts: The outputs as they were given.
+        inputs: The parameters.
+
+    Example:
+        >>> from metagrad.autograd.derivatives.recorded import Recorded
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> recorded = Recorded("square", [w**2, w.sum()], {"w": w})
+        >>> recorded.push(torch.tensor([1.0, 10.0])), recorded.pull(torch.eye(3))
+        (tensor([ 2., 40., 11.]), tensor([[2., 0.],
+                [0., 4.],
+                [1., 1.]]))
 
     References:
         Pearlmutter, "Fast exact multiplication by the Hessian", Neural Computation 6(1), 1994; Townsend, "A new trick
@@ -41,82 +56,93 @@ class JacobianGraph:
     def __init__(
         self,
         call: str,
-        outputs: Sequence[Tensor | None],
+        outputs: Sequence[Tensor],
         params: Mapping[str, Tensor],
         *,
         create_graph: bool = False,
     ) -> None:
         self.call = call
-        self.outputs = outputs
         self.params: dict[str, Tensor] = dict(params)
         self.inputs: list[Tensor] = list(params.values())
+        self.parts: list[Tensor] = list(outputs)
+        with torch.enable_grad():
+            flat = [z.reshape(-1) for z in outputs]
+            self.outputs: Tensor = flat[0] if len(flat) == 1 else torch.cat(flat)
         self._create_graph = create_graph
-        self._transposed: TransposedProduct | None = None
-        self._seen = [(p, p._version, p.data_ptr()) for p in self.inputs if has_memory(p)]
+        self._sizes = [p.numel() for p in self.inputs]
+        self._transposed: Recorded | None = None
+        self._seen = [(name, p, p._version, p.data_ptr()) for name, p in self.params.items() if has_memory(p)]
 
     @property
     def on_tape(self) -> bool:
         """True if products are differentiable at the moment."""
         return self._create_graph and torch.is_grad_enabled()
 
-    def pull(self, cotangents: Sequence[Tensor], batched: bool = False) -> list[Tensor]:
-        """Multiply the transposed Jacobian by cotangents, or by stacks ``[m, *shape]`` of cotangents."""
-        found = graph_vjp(
+    def pull(self, cotangents: Tensor) -> Tensor:
+        """Multiply the transposed Jacobian by a cotangent ``[m]``, or by rows ``[k, m]`` in one backward pass."""
+        self.refuse_moved()
+        leading = cotangents.shape[:-1]
+        if not self.outputs.requires_grad:
+            return cotangents.new_zeros(*leading, sum(self._sizes))
+        found = torch.autograd.grad(
             self.outputs,
             self.inputs,
             cotangents,
-            batched=batched,
+            is_grads_batched=bool(leading),
             create_graph=self.on_tape,
             retain_graph=True,
+            allow_unused=True,
         )
-        return _filled(found, self.inputs, len(cotangents[0]) if batched else None)
+        parts = [
+            cotangents.new_zeros(*leading, size) if part is None else part.reshape(*leading, size)
+            for part, size in zip(found, self._sizes, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    def push(self, tangents: Sequence[Tensor], batched: bool = False) -> list[Tensor]:
-        """Multiply the Jacobian by tangents, or by stacks of tangents."""
-        cotangents, products = self._record()
-        found = graph_vjp(
-            products, cotangents, tangents, batched=batched, create_graph=self.on_tape, retain_graph=True
-        )
-        return _filled(found, cotangents, len(tangents[0]) if batched else None)
+    def push(self, tangents: Tensor) -> Tensor:
+        """Multiply the Jacobian by a tangent ``[n]``, or by rows ``[k, n]``, by the graph of ``pull``."""
+        if self._transposed is None:
+            self._transposed = self._transpose()
+        return self._transposed.pull(tangents)
 
-    def mixed(self, cotangents: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor | None]:
+    def mixed(self, cotangent: Tensor, others: Sequence[Tensor]) -> list[Tensor | None]:
         """Multiply the transposed Jacobian with respect to other tensors. None if no output depends on a tensor."""
-        return graph_vjp(self.outputs, others, cotangents, create_graph=self.on_tape, retain_graph=True)
+        self.refuse_moved()
+        return graph_vjp([self.outputs], others, [cotangent], create_graph=self.on_tape, retain_graph=True)
 
-    def block(self, places: Sequence[int], *, is_symmetric: bool) -> JacobianGraph:
+    def block(self, places: Sequence[int], *, is_symmetric: bool) -> Recorded:
         """Return the columns of the Jacobian for some parameters, or the diagonal block of a symmetric one."""
-        outputs = [self.outputs[i] for i in places] if is_symmetric else self.outputs
-        names = list(self.params)
-        params = {names[i]: self.inputs[i] for i in places}
-        part = JacobianGraph(self.call, outputs, params, create_graph=self._create_graph)
-        if not is_symmetric:
-            cotangents, products = self._record()
-            part._transposed = TransposedProduct(cotangents, [products[i] for i in places])
-        return part
+        self.refuse_moved()
+        named = list(self.params.items())
+        outputs = [self.parts[i] for i in places] if is_symmetric else self.parts
+        params = dict(named[i] for i in places)
+        return Recorded(self.call, outputs, params, create_graph=self._create_graph)
 
     def refuse_moved(self) -> None:
         """Raise ``ValueError`` if a parameter was modified after the graph was recorded."""
-        for p, version, memory in self._seen:
+        for name, p, version, memory in self._seen:
             if p._version != version or p.data_ptr() != memory:
-                refuse_freed(self.call, self.params)
-                name = next(name for name, param in self.params.items() if param is p)
+                refuse_freed(self.call, {name: p})
                 raise ValueError(
                     f"{self.call}: {name} was written since the graph was recorded, and products would mix two "
                     "points. Make a new operator after each step of an optimizer, or take copies of the parameters, "
                     "p.detach().clone()."
                 )
 
-    def _record(self) -> TransposedProduct:
-        """Record the backward pass for variable cotangents. The record is cached."""
-        if self._transposed is None:
-            outputs = [z for z in self.outputs if z is not None]
-            refuse_order(self.call, outputs, self.inputs, 3 if self._create_graph else 2)
-            self._transposed = transposed_product(outputs, self.inputs)
-            _refuse_sparse(self.call, self.params, self._transposed.products)
-        return self._transposed
+    def _transpose(self) -> Recorded:
+        """Record the backward pass for a variable cotangent, in which it is linear."""
+        refuse_order(self.call, [self.outputs], self.inputs, 3 if self._create_graph else 2)
+        with torch.enable_grad():
+            u = torch.zeros_like(self.outputs, requires_grad=True)
+            products = graph_vjp([self.outputs], self.inputs, [u], create_graph=True)
+        _refuse_sparse(self.call, self.params, products)
+        filled = zeros_for_none(products, self.inputs)
+        transposed = Recorded(self.call, filled, {"u": u}, create_graph=self._create_graph)
+        transposed._seen = self._seen
+        return transposed
 
 
-def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bool = False) -> JacobianGraph:
+def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bool = False) -> Recorded:
     """Return the gradient of a loss with its graph, for products with the Hessian.
 
     Args:
@@ -137,7 +163,7 @@ def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bo
     refuse_freed(call, named)
     refuse_unused(call, {name: part is not None for name, part in zip(named, parts, strict=True)})
     _refuse_sparse(call, named, parts)
-    return JacobianGraph(call, parts, named, create_graph=create_graph)
+    return Recorded(call, parts, named, create_graph=create_graph)
 
 
 def checked_leaves(call: str, params: Tree) -> dict[str, Tensor]:
@@ -189,14 +215,14 @@ def refuse_order(call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
         refuse_missing(call, output, order=order, behind=behind)
 
 
-def _filled(found: Sequence[Tensor | None], like: Sequence[Tensor], count: int | None) -> list[Tensor]:
-    """Return derivatives, with zeros in place of None."""
-    leading = () if count is None else (count,)
-    return [z.new_zeros(*leading, *z.shape) if f is None else f for f, z in zip(found, like, strict=True)]
+def split_rows(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Split ``[..., n]`` into ``[..., *shape]`` for tensors of n elements in all."""
+    parts = rows.split_with_sizes([tensor.numel() for tensor in like], -1)
+    return [part.reshape((*rows.shape[:-1], *t.shape)) for part, t in zip(parts, like, strict=True)]
 
 
-Product = Callable[[Tensor, bool], Tensor]
-"""``product(row, False)`` takes ``[n]``. ``product(rows, True)`` takes ``[m, n]`` in one backward pass."""
+Product = Callable[[Tensor], Tensor]
+"""Takes one row ``[n]``, or rows ``[k, n]`` in one backward pass."""
 
 # On a CPU, a batch of products saves the overhead of many small operations. It is slower if the operands do not fit
 # the cache. A batch of 8 on one core takes 0.3 times as long as 8 products in turn if a product needs 0.05 MiB. The
@@ -219,8 +245,13 @@ class BatchedVjp:
         self.bytes_each: int | None = None
         self.is_legal: bool = True
 
-    def rows(self, product: Product, vectors: Tensor, chunk: int) -> Tensor:
-        """Compute the products of rows ``[k, n]``, without a graph."""
+    def rows(self, product: Product, vectors: Tensor, chunk: int, *, on_tape: bool = False) -> Tensor:
+        """Compute the products of rows ``[k, n]``. They run in turn if they are differentiable."""
+        if len(vectors) == 1:
+            return product(vectors[0]).unsqueeze(0)
+        if on_tape:
+            # Derivatives of batched products are not always correct (torch 2.13: layer_norm, batch_norm).
+            return torch.stack([product(row) for row in vectors])
         found = torch.empty_like(vectors, requires_grad=False)
         start = 0
         while start < len(vectors):
@@ -245,9 +276,9 @@ class BatchedVjp:
 
     def _one(self, product: Product, vector: Tensor) -> Tensor:
         if self.bytes_each is not None:
-            return product(vector, False)
+            return product(vector)
         with StorageMode(ledger := Ledger(vector.device)):
-            found = product(vector, False)
+            found = product(vector)
         self.bytes_each = ledger.peak
         ledger.close()
         return found
@@ -257,7 +288,7 @@ class BatchedVjp:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*performance drop")
             try:
-                return product(vectors, True)
+                return product(vectors)
             except (RuntimeError, NotImplementedError, UserWarning):
                 # If the error has another cause, a single product raises it again.
                 self.is_legal = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -97,10 +98,12 @@ class BatchedOperator(Operator):
     def _products(self, vectors: Tensor) -> Tensor:
         return self._sum(lambda operator: [operator.multiply(vectors)])[0]
 
-    def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
-        """Multiply rows of a diagonal block."""
-        self._refuse_closed()
-        return self._sum(lambda operator: [operator.block_products(block, vectors)])[0]
+    def restricted(self, block: ParameterSpace) -> Operator:
+        """Return the diagonal block of some parameters."""
+        part = copy.copy(self)
+        part.space, part._pairs = block, []
+        part._operator_for = lambda batch: self._operator_for(batch).restricted(block)
+        return part
 
     def evaluate(self) -> tuple[Tensor, Tensor]:
         """Return the loss of all data and its flat gradient, from one pass."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from metagrad.autograd.derivatives.recorded import JacobianGraph, refuse_order
+from metagrad.autograd.derivatives.recorded import Recorded, refuse_order
 from metagrad.core._torch import gradients_or_none
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.tape import graph_nodes
-from metagrad.core.tree import LossFn
+from metagrad.core.tree import LossFn, zeros_for_none
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.batches import (
     Batch,
@@ -110,22 +110,19 @@ class GaussNewtonOperator(GraphOperator):
         self._output_matrix = output_matrix
         self._source = evaluation.loss
 
+    is_symmetric = False
+
     @property
     def gradient(self) -> Tensor:
         """The flat gradient of the loss."""
         self._refuse_closed()
         params = self._recorded.params
-        of_loss = JacobianGraph("gradient", [self._source], params, create_graph=self._create_graph)
-        return self.space.join(of_loss.pull([torch.ones_like(self._source)]))
+        of_loss = Recorded("gradient", [self._source], params, create_graph=self._create_graph)
+        return of_loss.pull(torch.ones_like(of_loss.outputs))
 
-    def _multiplier(self, places: Sequence[int] | None) -> Callable[[list[Tensor], bool], list[Tensor]]:
-        recorded = self._recorded if places is None else self._recorded.block(places, is_symmetric=False)
-
-        def multiply(parts: list[Tensor], batched: bool) -> list[Tensor]:
-            with torch.set_grad_enabled(recorded.on_tape):
-                return recorded.pull(self._output_matrix(recorded.push(parts, batched), batched), batched)
-
-        return multiply
+    def _product(self, v: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self._recorded.on_tape):
+            return self._recorded.pull(self._output_matrix(self._recorded.push(v)))
 
     def _free(self) -> None:
         super()._free()
@@ -159,8 +156,8 @@ def operator_of(
     )
 
 
-OutputMatrix: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]
-"""``output_matrix(vectors, batched)`` multiplies vectors of the shapes of the outputs, or stacks of them."""
+OutputMatrix: TypeAlias = Callable[[Tensor], Tensor]
+"""Multiplies the flat outputs ``[m]``, or rows ``[k, m]``."""
 
 
 def loss_hessian(evaluation: ModelEvaluation) -> OutputMatrix:
@@ -168,10 +165,10 @@ def loss_hessian(evaluation: ModelEvaluation) -> OutputMatrix:
     known = evaluation.known
     if known is None:
         return _hessian_by_autodiff(evaluation).pull
-    return lambda vectors, batched: [known.hessian_product(vectors[0])]
+    return flattened(known.hessian_product, known.output)
 
 
-def _hessian_by_autodiff(evaluation: ModelEvaluation) -> JacobianGraph:
+def _hessian_by_autodiff(evaluation: ModelEvaluation) -> Recorded:
     problem, on_tape = evaluation.problem, evaluation.problem.create_graph
     with torch.enable_grad():
         outputs = [z.view_as(z) if on_tape else z.detach().requires_grad_() for z in evaluation.outputs]
@@ -187,13 +184,18 @@ def _hessian_by_autodiff(evaluation: ModelEvaluation) -> JacobianGraph:
             loss, outputs, torch.ones_like(loss), create_graph=True, allow_unused=True
         )
     named = {f"output {i}": z for i, z in enumerate(outputs)}
-    return JacobianGraph(problem.call, gradients, named, create_graph=on_tape)
+    return Recorded(problem.call, zeros_for_none(gradients, outputs), named, create_graph=on_tape)
 
 
 def fisher_of_outputs(evaluation: ModelEvaluation) -> OutputMatrix:
     """Return :math:`F_L`, the expectation over the predictive distribution in closed form."""
     known = known_loss(evaluation)
-    return lambda vectors, batched: [known.fisher_product(vectors[0])]
+    return flattened(known.fisher_product, known.output)
+
+
+def flattened(product: Callable[[Tensor], Tensor], output: Tensor) -> OutputMatrix:
+    """Return a product with vectors in the shape of an output as a product with flat rows."""
+    return lambda rows: product(rows.reshape(*rows.shape[:-1], *output.shape)).reshape(rows.shape)
 
 
 def sampled_scores(evaluation: ModelEvaluation, samples: int, generator: torch.Generator | None) -> Tensor:
@@ -246,14 +248,16 @@ def outer_products(evaluation: ModelEvaluation, scores: Sequence[Tensor]) -> Out
     num_data = _num_rows(evaluation)
     rows = [score.reshape(len(score), num_data, -1) for score in scores]
 
-    def multiply(vectors: list[Tensor], batched: bool) -> list[Tensor]:
-        count = len(vectors[0]) if batched else 1
-        parts = [vector.reshape(count, num_data, -1) for vector in vectors]
-        inner = sum(torch.einsum("knd,Mnd->kMn", p, a) for p, a in zip(parts, rows, strict=True))
-        return [
-            torch.einsum("kMn,Mnd->knd", inner, a).view_as(vector)
-            for a, vector in zip(rows, vectors, strict=True)
+    sizes = [z.numel() for z in evaluation.outputs]
+
+    def multiply(flat: Tensor) -> Tensor:
+        parts = [
+            part.reshape(-1, num_data, part.shape[-1] // num_data)
+            for part in flat.split_with_sizes(sizes, -1)
         ]
+        inner = sum(torch.einsum("knd,Mnd->kMn", p, a) for p, a in zip(parts, rows, strict=True))
+        found = [torch.einsum("kMn,Mnd->knd", inner, a).flatten(1) for a in rows]
+        return torch.cat(found, -1).reshape(flat.shape)
 
     return multiply
 

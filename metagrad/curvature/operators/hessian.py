@@ -14,7 +14,6 @@ from metagrad.core.checks import dtypes_explained, is_list_or_tuple
 from metagrad.core.norms import every_order
 from metagrad.core.reach import Reached
 from metagrad.core.substitution import own_buffers
-from metagrad.core.tree import zeros_for_none
 from metagrad.curvature.likelihoods.recognition import recognized
 from metagrad.curvature.operators.batches import (
     Batch,
@@ -142,14 +141,14 @@ def hessian(
 class HessianOperator(GraphOperator):
     """The Hessian of one loss, from the graph of its gradient. Made by :func:`hessian`."""
 
+    is_symmetric = True
+
     @property
     def gradient(self) -> Tensor:
         """The flat gradient at the parameters. ``H.space.unflatten(H.gradient)`` returns its parts by name."""
         if self.is_closed:
             return self._gradient
-        with torch.set_grad_enabled(self._create_graph):
-            gradient = self.space.join(zeros_for_none(self._recorded.outputs, self._recorded.inputs))
-        return gradient if self._create_graph else gradient.detach()
+        return self._recorded.outputs if self._create_graph else self._recorded.outputs.detach()
 
     def mixed(self, vector: Tensor, others: Sequence[Tensor]) -> list[Tensor | None]:
         r"""Differentiate :math:`\langle \nabla L, v \rangle` with respect to other tensors that the loss depends on.
@@ -168,13 +167,11 @@ class HessianOperator(GraphOperator):
             [tensor(6.)]
         """
         self._refuse_closed()
-        self._recorded.refuse_moved()
-        return self._recorded.mixed(self.space.split(vector), others)
+        return self._recorded.mixed(vector, others)
+
+    def _product(self, v: Tensor) -> Tensor:
+        return self._recorded.pull(v)
 
     def _free(self) -> None:
         self._gradient = self.gradient.detach()
         super()._free()
-
-    def _multiplier(self, places: Sequence[int] | None) -> Callable[[list[Tensor], bool], list[Tensor]]:
-        recorded = self._recorded if places is None else self._recorded.block(places, is_symmetric=True)
-        return recorded.pull

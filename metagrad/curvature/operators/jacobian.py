@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import JacobianGraph, checked_leaves
+from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.norms import composite_norms, unfused_attention
@@ -145,7 +145,7 @@ class Jacobian:
             raise TypeError(
                 f"{CALL}: fn must return a floating point tensor that depends on params, got {got}."
             )
-        self._recorded = JacobianGraph(CALL, [values], checked_leaves(CALL, self._leaves))
+        self._recorded = Recorded(CALL, [values], checked_leaves(CALL, self._leaves))
         self.values: Tensor = values.detach()
         self.shape: tuple[int, int] = (values.numel(), space.size)
         self.dtype: torch.dtype = values.dtype
@@ -155,10 +155,8 @@ class Jacobian:
         """Multiply a flat vector ``[n]``, a dict by name, or rows ``[k, n]``. Returns ``[N K]`` or ``[k, N K]``."""
         flat = v if isinstance(v, Tensor) else self.space.flatten(v)
         _check(flat, self.shape[1], "J @ v")
-        is_batched = flat.ndim == 2
         with torch.no_grad():
-            (found,) = self._recorded.push(self.space.split(flat), is_batched)
-        return found.reshape(*flat.shape[:-1], -1)
+            return self._recorded.push(flat)
 
     @property
     def T(self) -> TransposedJacobian:  # noqa: N802
@@ -180,9 +178,8 @@ class Jacobian:
     def transposed_product(self, u: Tensor) -> Tensor:
         """Multiply the transpose by ``[N K]`` or rows ``[k, N K]``."""
         _check(u, self.shape[0], "J.T @ u")
-        cotangent = u.reshape(*u.shape[:-1], *self.values.shape)
         with torch.no_grad():
-            return self.space.join(self._recorded.pull([cotangent], u.ndim == 2))
+            return self._recorded.pull(u)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import BatchedVjp, JacobianGraph
+from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded
 from metagrad.core import _torch
 from metagrad.core.checks import is_a, is_mapping
 from metagrad.core.tree import HALF
@@ -82,7 +83,7 @@ class Operator:
     # Products
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """Multiply each row of ``vectors``, ``[k, n]``. The result has the same shape.
+        """Multiply a vector ``[n]``, or each row of ``[k, n]``. The result has the same shape.
 
         Raises:
             ValueError: The operator is closed, a shape or dtype differs, a product is not finite, or a parameter was
@@ -90,14 +91,14 @@ class Operator:
                 (H @ v)`` and ``v @ (H @ u)`` are compared for the first two vectors.
         """
         self._refuse_closed()
-        if vectors.ndim != 2 or vectors.shape[1] != self.space.size or vectors.dtype != self.dtype:
+        if vectors.ndim > 2 or vectors.shape[-1] != self.space.size or vectors.dtype != self.dtype:
             raise ValueError(
                 f"H.multiply(vectors): expected rows [k, {self.space.size}] of {self.dtype}, got "
                 f"{tuple(vectors.shape)} of {vectors.dtype}."
             )
         if not len(vectors):
             return vectors
-        products = self._products(vectors)
+        products = self._product(vectors) if vectors.ndim == 1 else self._products(vectors)
         self._refuse_nonfinite(vectors, products)
         if self._pairs is not None and not _torch.functorch_is_active():
             self._compare(vectors.detach(), products.detach(), self._pairs)
@@ -107,11 +108,9 @@ class Operator:
         """Multiply rows ``[k, n]`` of the right shape and dtype."""
         raise NotImplementedError
 
-    def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
-        """Multiply rows of a diagonal block. The default pads them with zeros to rows of the whole operator."""
-        places = self.space.places(block)
-        whole = vectors.new_zeros(len(vectors), self.space.size).index_copy(1, places, vectors)
-        return self.multiply(whole).index_select(1, places)
+    def _product(self, v: Tensor) -> Tensor:
+        """Multiply one vector ``[n]``."""
+        return self._products(v.unsqueeze(0)).squeeze(0)
 
     @overload
     def __matmul__(self, vectors: Tensor) -> Tensor: ...
@@ -126,9 +125,7 @@ class Operator:
         """Multiply a dict, a flat vector ``[n]``, or columns ``[n, k]``, which may be a SparseTensor."""
         if isinstance(vectors, Mapping):
             flat = self.space.flatten(vectors, call="H @ v")
-            return self.space.unflatten(
-                self.multiply(flat) if flat.ndim == 2 else self.multiply(flat[None])[0]
-            )
+            return self.space.unflatten(self.multiply(flat))
         if isinstance(vectors, SparseTensor):
             vectors = vectors.to_dense()  # has the size of the result
         if not is_a(vectors, Tensor):
@@ -141,7 +138,7 @@ class Operator:
                 f"H @ v: H is {self.shape}, so v must have shape [{self.space.size}] or [{self.space.size}, k], got "
                 f"{list(vectors.shape)}."
             )
-        return self.multiply(vectors[None])[0] if vectors.ndim == 1 else self.multiply(vectors.t()).t()
+        return self.multiply(vectors) if vectors.ndim == 1 else self.multiply(vectors.t()).t()
 
     def to_dense(self) -> Tensor:
         """Return the matrix ``[n, n]``. It costs n products, so use it for few parameters."""
@@ -242,7 +239,11 @@ class Operator:
 
     def __getitem__(self, name: str) -> Operator:
         """Return the diagonal block of one parameter, or of all parameters below a name: ``H["head"]``."""
-        return DiagonalBlock(self, self.space.block(name))
+        return self.restricted(self.space.block(name))
+
+    def restricted(self, block: ParameterSpace) -> Operator:
+        """Return the diagonal block of some parameters."""
+        return DiagonalBlock(self, block)
 
     # Lifetime
 
@@ -286,7 +287,8 @@ class Operator:
 
     def _compare(self, vectors: Tensor, products: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Compare u^T A v with v^T A u for the first two vectors. This costs no product."""
-        pairs += zip(vectors[:2].clone(), products[:2].clone(), strict=True)
+        n = self.space.size
+        pairs += zip(*(x.reshape(-1, n)[:2].clone() for x in (vectors, products)), strict=True)
         if len(pairs) > 1:
             self._pairs = None
             (u, image_u), (v, image_v), *_ = pairs
@@ -309,7 +311,7 @@ class Operator:
             )
 
     def _first_nonfinite(self, rows: Tensor) -> str:
-        bad = (~rows.isfinite()).any(0).nonzero()
+        bad = (~rows.reshape(-1, self.space.size).isfinite()).any(0).nonzero()
         return repr(self.space.name_at(int(bad[0])))
 
 
@@ -401,16 +403,18 @@ class Identity(Operator):
 
 
 class DiagonalBlock(OperatorWrapper):
-    """A diagonal block of an operator."""
+    """A diagonal block of an operator. Rows are padded with zeros to rows of the whole operator."""
 
     def _products(self, vectors: Tensor) -> Tensor:
-        return self.operator.block_products(self.space, vectors)
+        places = self.operator.space.places(self.space)
+        whole = vectors.new_zeros(len(vectors), self.operator.space.size).index_copy(1, places, vectors)
+        return self.operator.multiply(whole).index_select(1, places)
 
 
 class GraphOperator(Operator):
     """The operator of one batch, whose products come from a stored graph.
 
-    A subclass implements ``_multiplier``.
+    A subclass implements ``_product`` and ``gradient``.
 
     Args:
         space: The parameters.
@@ -424,8 +428,11 @@ class GraphOperator(Operator):
         count: Divisor of the mean of the batch. None if the loss is a sum.
     """
 
+    is_symmetric: ClassVar[bool]
+    """Whether the recorded Jacobian is symmetric, as that of a gradient."""
+
     def __init__(
-        self, space: ParameterSpace, loss: Tensor, recorded: JacobianGraph, *, chunk: int, create_graph: bool
+        self, space: ParameterSpace, loss: Tensor, recorded: Recorded, *, chunk: int, create_graph: bool
     ) -> None:
         super().__init__(space)
         self.loss: Tensor = loss if create_graph else loss.detach()
@@ -434,6 +441,7 @@ class GraphOperator(Operator):
         self._chunk = chunk
         self._create_graph = create_graph
         self._batched = BatchedVjp()
+        self._blocks: list[Operator] = []
 
     @property
     def gradient(self) -> Tensor:
@@ -445,30 +453,25 @@ class GraphOperator(Operator):
         """Number of products that are computed together."""
         return self._batched.most(self._chunk, self.device)
 
-    def _multiplier(self, places: Sequence[int] | None) -> Callable[[list[Tensor], bool], list[Tensor]]:
-        """Return the map of coordinates, or of stacks of them. ``places`` are the indices of a block's parameters."""
+    def _product(self, v: Tensor) -> Tensor:
+        """Multiply one vector ``[n]``, or rows ``[k, n]`` in one backward pass."""
         raise NotImplementedError
 
     def _products(self, vectors: Tensor) -> Tensor:
-        return self.block_products(self.space, vectors)
+        return self._batched.rows(self._product, vectors, self._chunk, on_tape=self._recorded.on_tape)
 
-    def block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
-        """Multiply rows of a diagonal block. Backward passes end at the parameters of the block."""
+    def restricted(self, block: ParameterSpace) -> GraphOperator:
+        """Return the diagonal block of some parameters, at which backward passes end."""
         self._refuse_closed()
-        self._recorded.refuse_moved()
-        places = None if block is self.space else [self.space.names.index(name) for name in block.names]
-        multiply = self._multiplier(places)
-
-        def product(rows: Tensor, batched: bool) -> Tensor:
-            return block.join(multiply(block.split(rows), batched))
-
-        if len(vectors) == 1:
-            return block.join(multiply(block.split(vectors[0]), False)).unsqueeze(0)
-        if self._recorded.on_tape:
-            # Derivatives of batched products are not always correct (torch 2.13: layer_norm, batch_norm).
-            return torch.stack([product(row, False) for row in vectors])
-        return self._batched.rows(product, vectors, self._chunk)
+        places = [self.space.names.index(name) for name in block.names]
+        part = copy.copy(self)
+        part.space, part._pairs, part._blocks, part._batched = block, [], [], BatchedVjp()
+        part._recorded = self._recorded.block(places, is_symmetric=self.is_symmetric)
+        self._blocks.append(part)
+        return part
 
     def _free(self) -> None:
+        for block in self._blocks:
+            block.close()
         self.loss = self.loss.detach()
         del self._recorded

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.derivatives.grad import check_loss
-from metagrad.autograd.derivatives.recorded import JacobianGraph, checked_leaves, refuse_order, refuse_unused
+from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves, refuse_order, refuse_unused
 from metagrad.core.checks import check_function, dtypes_explained
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.norms import every_order
@@ -106,7 +106,7 @@ class ModelProblem:
         outputs = [known.output] if known is not None else self._differentiable(output)
         if self.create_graph:
             refuse_order(self.call, outputs, list(named.values()), 3)
-        recorded = JacobianGraph(self.call, outputs, named, create_graph=self.create_graph)
+        recorded = Recorded(self.call, outputs, named, create_graph=self.create_graph)
         return ModelEvaluation(self, batch, loss, output, outputs, known, recorded)
 
     def _pair(self, batch: Tree) -> tuple[Tree, Tree]:
@@ -186,7 +186,7 @@ class ModelEvaluation:
     output: Tree
     outputs: list[Tensor]
     known: OutputLoss | None
-    recorded: JacobianGraph
+    recorded: Recorded
 
     def output_of(self, outputs: Sequence[Tensor]) -> Tree:
         """Return the output, with its differentiable tensors replaced by the given ones."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import JacobianGraph
+from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import Function, linalg
 from metagrad.core.tree import Params
 from metagrad.curvature.likelihoods.output_losses import Gaussian
@@ -104,14 +104,9 @@ def evaluated(fn: Callable[..., Tensor], examples: Examples | None, params: Mapp
 def _rows_of_graph(output: Tensor, params: Params) -> Tensor:
     """Compute the rows by as many products as there are residuals, or parameters if they are fewer."""
     count, size = output.numel(), sum(p.numel() for p in params.values())
-    graph = JacobianGraph("opt.residuals(fn)", [output], params)
+    graph = Recorded("opt.residuals(fn)", [output], params)
     identity = torch.eye(min(count, size), dtype=output.dtype, device=output.device)
-    if count <= size:
-        parts = graph.pull([identity.view(count, *output.shape)], True)
-        return torch.cat([part.flatten(1) for part in parts], 1)
-    parts = zip(identity.split([p.numel() for p in params.values()], 1), params.values(), strict=True)
-    (columns,) = graph.push([part.reshape(size, *p.shape) for part, p in parts], True)
-    return columns.flatten(1).mT
+    return graph.pull(identity) if count <= size else graph.push(identity).mT
 
 
 class _SumOfSquares(Function):

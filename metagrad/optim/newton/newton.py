@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import JacobianGraph
+from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import linalg
 from metagrad.core.tree import HALF, Params, widened
+from metagrad.curvature.operators.ggn import flattened
 from metagrad.curvature.solvers.cg import ConjugateGradients
 from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.curvature.solvers.solution import Result
@@ -29,7 +30,6 @@ from metagrad.optim.second_order.curvature_optimizer import (
     LossGraph,
     LossRecorder,
     WeightedLoss,
-    leaves_behind,
     options_of,
 )
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsWithGrad, as_number
@@ -70,57 +70,35 @@ class Curvature:
         self._is_half = any(p.dtype in HALF for p in params.values())
 
     @cached_property
-    def _parts(self) -> list[tuple[JacobianGraph, WeightedLoss | None]]:
-        parts: list[tuple[JacobianGraph, WeightedLoss | None]] = []
-        for one in self._passes:
-            own = {key: p for key, p in self._params.items() if p in one.grads}
-            if own and self._matrix == "hessian":
-                # Concatenate the gradients, because autograd checks every cotangent. So one is faster than one for
-                # each parameter.
-                with torch.enable_grad():
-                    gradient = torch.cat([one.grads[p].reshape(-1) for p in own.values()])
-                parts.append((JacobianGraph("opt.step", [gradient], own), None))
-            elif own:
-                for loss in one.losses:
-                    behind = set(leaves_behind(loss.loss.output))
-                    used = {key: p for key, p in own.items() if p in behind}
-                    parts += [(JacobianGraph("opt.step", [loss.loss.output], used), loss)] if used else []
-        return parts
+    def _parts(self) -> list[tuple[Recorded, WeightedLoss | None]]:
+        inputs = {
+            key: p if p.requires_grad else p.detach().requires_grad_() for key, p in self._params.items()
+        }
+        if self._matrix == "hessian":
+            parts = [
+                [one.grads.get(p, torch.zeros_like(p)) for p in self._params.values()] for one in self._passes
+            ]
+            return [(Recorded("opt.step", grads, inputs), None) for grads in parts]
+        losses = [loss for one in self._passes for loss in one.losses]
+        return [(Recorded("opt.step", [loss.loss.output], inputs), loss) for loss in losses]
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Multiply a vector. In half precision it is scaled to size one, so that nothing underflows or overflows."""
         size = v.abs().amax() if self._is_half else None
         if size is not None:
             v = v / torch.where(size == 0, 1, size)
-        recorded, loss = self._parts[0] if len(self._parts) == 1 else (None, None)
-        if (
-            recorded is not None
-            and loss is None
-            and len(recorded.params) == len(self._params)
-            and size is None
-        ):
-            return self._scale * flat(recorded.pull([v]))  # without taking the vector apart
-        pieces = split(v, self._params)
-        total: Params = {}
-        for recorded, loss in self._parts:
-            own = [pieces[key].to(p.dtype) for key, p in recorded.params.items()]
-            for key, product in zip(recorded.params, self._product(recorded, loss, own), strict=True):
-                product = widened(product)
-                total[key] = total[key] + product if key in total else product
-        found = self._scale * flat(total.get(key, torch.zeros_like(p)) for key, p in self._params.items())
+        products = [widened(self._product(recorded, loss, v)) for recorded, loss in self._parts]
+        found = self._scale * sum(products[1:], products[0]) if products else torch.zeros_like(v)
         return found if size is None else size * found
 
-    def _product(
-        self, recorded: JacobianGraph, loss: WeightedLoss | None, v: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def _product(self, recorded: Recorded, loss: WeightedLoss | None, v: Tensor) -> Tensor:
         if loss is None:
-            return recorded.pull([torch.cat([each.reshape(-1) for each in v])])
-        (pushed,) = recorded.push(v)
-        if self._matrix == "ggn":
-            pushed = loss.weight * loss.loss.hessian_product(pushed)
-        else:  # a likelihood has the same Fisher matrix where its logarithm is maximized
-            pushed = loss.weight.abs() * loss.loss.fisher_product(pushed)
-        return recorded.pull([pushed])
+            return recorded.pull(v)
+        known, is_ggn = loss.loss, self._matrix == "ggn"
+        matrix = flattened(known.hessian_product if is_ggn else known.fisher_product, known.output)
+        # A likelihood has the same Fisher matrix where its logarithm is maximized.
+        weight = loss.weight if is_ggn else loss.weight.abs()
+        return recorded.pull(weight * matrix(recorded.push(v)))
 
 
 class Solved(NamedTuple):

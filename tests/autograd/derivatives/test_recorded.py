@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from metagrad.autograd.derivatives.recorded import BatchedVjp, JacobianGraph, recorded_gradient
+from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded, recorded_gradient
 from metagrad.memory.storages import Ledger, StorageMode
 
 
@@ -14,10 +14,9 @@ def product_of(loss, w):
     """Return a Hessian product of rows, and the number of rows of each call."""
     recorded, sizes = recorded_gradient("test", loss, {"w": w}), []
 
-    def product(rows, batched):
-        sizes.append(len(rows) if batched else 1)
-        (found,) = recorded.pull([rows.view(*rows.shape[:-1], *w.shape)], batched)
-        return found.reshape(rows.shape)
+    def product(rows):
+        sizes.append(len(rows) if rows.ndim > 1 else 1)
+        return recorded.pull(rows)
 
     return product, sizes
 
@@ -25,10 +24,10 @@ def product_of(loss, w):
 def test_pull_and_push_are_products_with_the_jacobian():
     w = torch.randn(3, dtype=torch.float64, requires_grad=True)
     A = torch.randn(5, 3, dtype=torch.float64)
-    recorded = JacobianGraph("test", [(A @ w).sin()], {"w": w})
+    recorded = Recorded("test", [(A @ w).sin()], {"w": w})
     J = (A @ w.detach()).cos()[:, None] * A
-    torch.testing.assert_close(recorded.pull([torch.eye(5).double()], True)[0], J)
-    torch.testing.assert_close(recorded.push([torch.eye(3).double()], True)[0], J.t())
+    torch.testing.assert_close(recorded.pull(torch.eye(5).double()), J)
+    torch.testing.assert_close(recorded.push(torch.eye(3).double()), J.t())
 
 
 def test_a_chunk_bounds_the_working_memory():
