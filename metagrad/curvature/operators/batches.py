@@ -100,9 +100,12 @@ class BatchedOperator(Operator):
 
     def restricted(self, block: ParameterSpace) -> Operator:
         """Return the diagonal block of some parameters."""
+
+        def operator_for(batch: Batch) -> GraphOperator:
+            return self._operator_for(batch).restricted(block)
+
         part = copy.copy(self)
-        part.space, part._pairs = block, []
-        part._operator_for = lambda batch: self._operator_for(batch).restricted(block)
+        part.space, part._pairs, part._operator_for = block, [], operator_for
         return part
 
     def evaluate(self) -> tuple[Tensor, Tensor]:
