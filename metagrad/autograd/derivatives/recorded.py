@@ -30,7 +30,7 @@ class Recorded:
 
     Args:
         call: How errors name the caller.
-        outputs: Tensors. Those without a graph have a derivative of zero.
+        outputs: Tensors. An output without a graph has a derivative of zero.
         params: The tensors to differentiate with respect to, by their names in errors.
         create_graph: Return differentiable products in grad mode.
 
@@ -79,7 +79,7 @@ class Recorded:
         return self._create_graph and torch.is_grad_enabled()
 
     def pull(self, cotangents: Tensor) -> Tensor:
-        """Multiply the transposed Jacobian by a cotangent ``[m]``, or by rows ``[k, m]`` in one backward pass."""
+        """Multiply the transposed Jacobian by a cotangent ``[m]``, or by ``[k, m]`` in one backward pass."""
         self.refuse_moved()
         leading = cotangents.shape[:-1]
         if not self.outputs.requires_grad:
@@ -100,7 +100,7 @@ class Recorded:
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def push(self, tangents: Tensor) -> Tensor:
-        """Multiply the Jacobian by a tangent ``[n]``, or by rows ``[k, n]``, by the graph of ``pull``."""
+        """Multiply the Jacobian by a tangent ``[n]`` or by ``[k, n]``, with the graph of ``pull``."""
         if self._transposed is None:
             self._transposed = self._transpose()
         return self._transposed.pull(tangents)

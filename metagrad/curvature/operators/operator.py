@@ -429,7 +429,7 @@ class GraphOperator(Operator):
     """
 
     is_symmetric: ClassVar[bool]
-    """Whether the recorded Jacobian is symmetric, as that of a gradient."""
+    """True if the outputs are a gradient, so their Jacobian is symmetric."""
 
     def __init__(
         self, space: ParameterSpace, loss: Tensor, recorded: Recorded, *, chunk: int, create_graph: bool
@@ -461,7 +461,7 @@ class GraphOperator(Operator):
         return self._batched.rows(self._product, vectors, self._chunk, on_tape=self._recorded.on_tape)
 
     def restricted(self, block: ParameterSpace) -> GraphOperator:
-        """Return the diagonal block of some parameters, at which backward passes end."""
+        """Return the diagonal block of some parameters. Backward passes end there."""
         self._refuse_closed()
         places = [self.space.names.index(name) for name in block.names]
         part = copy.copy(self)

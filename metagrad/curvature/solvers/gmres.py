@@ -32,9 +32,9 @@ def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, resta
     Args:
         products: Multiplies rows [k, n], row i with :math:`A_i`.
         b: The right-hand sides, [k, n].
-        tolerance: Residual norms at which rows stop, [k].
+        tolerance: A row stops when its residual norm is at most this, [k].
         max_steps: Maximum number of products.
-        restart: Number of steps after which the basis is dropped. Memory is that of so many rows.
+        restart: Number of steps after which the basis is dropped. It bounds the memory.
 
     Example:
         >>> from metagrad.curvature.solvers.gmres import gmres
