@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from torch import Tensor
 from metagrad.core.checks import check_choice, check_count, check_number
 from metagrad.curvature.estimators.probes import check_drawing
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
-from metagrad.curvature.rows import scaled_norm
+from metagrad.curvature.rows import inner, scaled_norm
 from metagrad.curvature.spectrum.first_order import first_order
 from metagrad.curvature.spectrum.thick_restart import SpectrumEnd, Subspace, ranking, thick_restart_lanczos
 
@@ -60,7 +63,7 @@ def eigenvalues(
     rtol: float = 1e-5,
     max_matvecs: int | None = None,
     max_basis: int | None = None,
-    copies: bool = True,
+    copies: bool = False,
     generator: torch.Generator | None = None,
 ) -> Eigenpairs:
     r"""Compute k eigenvalues at the ends of the spectrum, with vectors and bounds.
@@ -77,7 +80,7 @@ def eigenvalues(
     "magnitude" the largest in absolute value        by absolute value, descending
     =========== ==================================== ====================================================
 
-    The method is thick-restart Lanczos. After convergence it searches for copies of repeated eigenvalues. It stores
+    The method is thick-restart Lanczos, which shows a repeated eigenvalue once unless ``copies`` is set. It stores
     ``max_basis`` vectors, and 2 k at the end.
 
     Eigenvalues inside the spectrum are not available this way, see :func:`metagrad.curvature.spectral_density`. A
@@ -97,10 +100,10 @@ def eigenvalues(
             whichever is smaller, but enough for a start. If it is reached, the result has ``converged=False``.
         max_basis: Maximum number of vectors that Lanczos stores, from k + 2. More vectors need fewer products. The
             default is the larger of 2 k + 1 and 40, but at most n. With n or more, the result is exact.
-        copies: Search for copies of repeated eigenvalues. It adds about two thirds to the products. Without it, one
-            value may stand for several copies of an eigenvalue, and later values are then not the next ones. If no
-            eigenvalue is repeated, as is typical at the ends of the spectrum of a network's Hessian, both results are
-            equal.
+        copies: Search for copies of repeated eigenvalues: the next eigenvector orthogonal to the found ones must
+            not be a wanted one. It about doubles the products. Without it, one value may stand for several copies of
+            an eigenvalue, and later values are then not the next ones. If no eigenvalue is repeated, as is typical at
+            the ends of the spectrum of a network's Hessian, both results are equal.
         generator: Draws the start vectors.
 
     Returns:
@@ -137,21 +140,44 @@ def eigenvalues(
     check_count(f"{_CALL}: max_matvecs", max_matvecs, 2 * k, optional=True)
     max_basis = min(n, max(2 * k + 1, 40) if max_basis is None else max_basis)
     budget = max(min(2000, 20 * n), 2 * k) if max_matvecs is None else max_matvecs
-    found = thick_restart_lanczos(
-        operator,
-        k,
-        which=which,
-        rtol=rtol,
-        max_matvecs=budget - k,  # the last k are for the residuals
-        max_basis=max_basis,
-        copies=copies,
-        generator=generator,
-        call=_CALL,
+    search = partial(
+        thick_restart_lanczos, which=which, rtol=rtol, max_basis=max_basis, generator=generator, call=_CALL
     )
+    budget -= k  # the last k are for the residuals
+    found = search(operator, k, max_matvecs=budget)
+    while copies and found.settled and not found.is_whole:
+        rest, count = _deflated(operator, found, which), 2 if which == "both" else 1
+        other = search(rest, count, max_matvecs=max(1, budget - found.matvecs))
+        values, vectors = torch.cat([found.values, other.values]), torch.cat([found.vectors, other.vectors])
+        tie = rtol * found.scale * (torch.arange(len(values)) < k)
+        best = ranking(values, which, tie)[:k]
+        found = found._replace(
+            values=values[best],
+            vectors=vectors[best],
+            matvecs=found.matvecs + other.matvecs,
+            settled=other.settled,
+        )
+        if bool((best < k).all()):
+            break
     return _with_residuals(operator, found, which, rtol)
 
 
 _CALL = "eigenvalues(operator, k)"
+
+
+def _deflated(operator: LinearMap, found: Subspace, which: SpectrumEnd) -> Any:
+    """Return the operator with the found eigenvectors moved away from the wanted ends of the spectrum."""
+    inside = {"largest": -found.scale, "smallest": found.scale, "magnitude": 0.0}
+    value = inside.get(which, float(found.values[-2:].mean()))  # between the ends
+
+    def multiply(rows: Tensor) -> Tensor:
+        own = inner(rows, found.vectors) @ found.vectors
+        images = operator.multiply(rows - own).detach()
+        return images - inner(images, found.vectors) @ found.vectors + value * own
+
+    return SimpleNamespace(
+        shape=operator.shape, dtype=operator.dtype, device=operator.device, multiply=multiply
+    )
 
 
 def _with_residuals(operator: LinearMap, found: Subspace, which: SpectrumEnd, rtol: float) -> Eigenpairs:

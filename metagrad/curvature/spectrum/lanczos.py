@@ -102,7 +102,6 @@ def lanczos_step(
     active: list[int],
     scales: Tensor,
     *,
-    locked: int = 0,
     coupled: int = 2,
     call: str,
 ) -> LanczosStep:
@@ -117,7 +116,6 @@ def lanczos_step(
         j: Number of rows that were multiplied before.
         active: Indices of the starts to multiply.
         scales: Largest norm of a product so far, shape [num_starts].
-        locked: Number of leading rows whose coefficients are neither known nor compared.
         coupled: Number of trailing rows that the product may have a large part in.
         call: Name of the caller in errors.
 
@@ -132,8 +130,8 @@ def lanczos_step(
     length = scaled_norm(rest).unsqueeze(1)
     report = torch.cat([parts, length, scaled_norm(images).unsqueeze(1)], 1).cpu().double()
     scales = torch.maximum(scales, report[:, -1])
-    if j > locked:
-        mismatch = (report[:, locked:j] - projected[:, j, locked:j]).abs().amax(1)
+    if j:
+        mismatch = (report[:, :j] - projected[:, j, :j]).abs().amax(1)
         _check_symmetric(mismatch, scales, operator.dtype, call)
     rounding = 10 * torch.finfo(operator.dtype).eps * scales  # of a product that is orthogonalized
     norms = torch.where(report[:, -2] > rounding, report[:, -2], 0.0)
