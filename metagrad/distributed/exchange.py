@@ -94,18 +94,18 @@ def _one_layout(name: str, counts: list[float]) -> int | None:
     return present[0] if present else None
 
 
-_AVERAGED = WeakTensorKeyDictionary()
+AVERAGED = WeakTensorKeyDictionary()
 
 
 def note_average(param: Tensor) -> None:
     """Record that the gradient of a parameter is a mean over ranks."""
     if param.grad is not None:
-        _AVERAGED[param.grad] = True
+        AVERAGED[param.grad] = True
 
 
 def is_average(gradient: Tensor | None) -> bool:
     """Return whether a gradient is a mean over ranks."""
-    return gradient is not None and gradient in _AVERAGED
+    return gradient is not None and gradient in AVERAGED
 
 
 def weighted_sums(

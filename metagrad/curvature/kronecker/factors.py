@@ -29,48 +29,19 @@ class Factors(NamedTuple):
 class Sums(NamedTuple):
     """Sums over the rows of some examples, which give the factors. Sums of two batches add up."""
 
-    inputs: Tensor  # of a a^T, [inputs, inputs]
-    outputs: Tensor  # of g g^T, [outputs, outputs]
+    inputs: Any  # of a a^T, [inputs, inputs]
+    outputs: Any  # of g g^T, [outputs, outputs]
     num_examples: int
     num_rows: int  # examples times positions
 
-    @classmethod
-    def of(cls, inputs: Tensor, gradients: Tensor) -> Sums:
-        """Sum over the rows ``[examples, positions, size]`` of inputs and output gradients."""
+    def plus(self, inputs: Tensor, gradients: Tensor) -> Sums:
+        """Add the rows ``[examples, positions, size]`` of inputs and output gradients."""
         a, g = inputs.flatten(0, 1), gradients.flatten(0, 1)
-        return cls(a.mT @ a, g.mT @ g, len(inputs), len(a))
-
-    def plus(self, other: Sums) -> Sums:
-        """Add the sums over two batches."""
-        return Sums(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[reportOperatorIssue]
+        examples, rows = self.num_examples + len(inputs), self.num_rows + len(a)
+        return Sums(self.inputs + a.mT @ a, self.outputs + g.mT @ g, examples, rows)
 
 
-def factors_of(sums: Sums, weight: float) -> Factors:
-    r"""Return the factors of a layer.
-
-    .. math:: A = \frac{1}{N} \sum_{n, t} a_{n t} a_{n t}^\top, \qquad
-              G = \frac{w}{T} \sum_{n, t} g_{n t} g_{n t}^\top
-
-    over N examples and T positions. A linear layer on vectors has one position.
-
-    Args:
-        sums: Over all examples of a step.
-        weight: The factor :math:`w`. It is N for gradients of a mean over examples, which contain :math:`1 / N`, so
-            that :math:`w \sum_n g_n g_n^\top` is an average. It is 1 for gradients of a sum.
-
-    Example:
-        >>> from metagrad.curvature.kronecker.factors import Sums, factors_of
-        >>> sums = Sums.of(torch.tensor([[[2.0]], [[4.0]]]), torch.tensor([[[0.5]], [[0.5]]]))
-        >>> [float(factor) for factor in factors_of(sums, sums.num_examples)]
-        [10.0, 1.0]
-
-    References:
-        Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015,
-        section 3; Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML
-        2016, theorem 1.
-    """
-    num_positions = sums.num_rows / sums.num_examples
-    return Factors(sums.inputs / sums.num_examples, sums.outputs * (weight / num_positions))
+NO_SUMS = Sums(0.0, 0.0, 0, 0)
 
 
 def split_damping(factors: Factors, damping: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -147,34 +118,53 @@ basis.
 """
 
 
-def renewed(block: Block, new: Factors, decay: float) -> dict[str, Any]:
-    r"""Return a block with running averages of the factors.
+def updated(
+    block: Block, sums: Sums, weight: float, decay: float, *, damping: float | None = None
+) -> dict[str, Any]:
+    r"""Return a block with running averages of the factors, and the inverses of the damped averages.
 
-    .. math:: A_k = \epsilon_k A_{k-1} + (1 - \epsilon_k) A, \qquad \epsilon_k = \min(1 - 1 / k, \beta)
+    .. math:: A = \frac{1}{N} \sum_{n, t} a_{n t} a_{n t}^\top, \qquad
+              G = \frac{w}{T} \sum_{n, t} g_{n t} g_{n t}^\top, \qquad
+              A_k = \epsilon_k A_{k-1} + (1 - \epsilon_k) A, \qquad \epsilon_k = \min(1 - 1 / k, \beta)
 
-    References:
-        Martens, Grosse, ICML 2015, section 5.
-    """
-    count = block.get("updates", 0) + 1
-    kept = min(1 - 1 / count, decay)
-    inputs, outputs = (
-        torch.lerp(each, block[name], kept) if name in block else each
-        for name, each in zip(new._fields, new, strict=True)
-    )
-    return {**block, "updates": count, "inputs": inputs, "outputs": outputs}
+    over N examples and T positions. A linear layer on vectors has one position.
 
-
-def inverted(block: Block, damping: float) -> dict[str, Any]:
-    """Return a block with the inverses of its damped factors.
+    Args:
+        block: The block, empty before the first estimate.
+        sums: Over all examples of a step.
+        weight: The factor :math:`w`. It is N for gradients of a mean over examples, which contain :math:`1 / N`, so
+            that :math:`w \sum_n g_n g_n^\top` is an average. It is 1 for gradients of a sum.
+        decay: The most that is kept of an average, :math:`\beta`.
+        damping: The damping of the inverses. None leaves them as they are.
 
     Raises:
         torch.linalg.LinAlgError: A factor is singular: the damping is zero, or below its rounding errors.
+
+    Example:
+        >>> from metagrad.curvature.kronecker.factors import NO_SUMS, updated
+        >>> sums = NO_SUMS.plus(torch.tensor([[[2.0]], [[4.0]]]), torch.tensor([[[0.5]], [[0.5]]]))
+        >>> block = updated({}, sums, sums.num_examples, 0.95)
+        >>> float(block["inputs"]), float(block["outputs"])
+        (10.0, 1.0)
+
+    References:
+        Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015,
+        sections 3 and 5; Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers",
+        ICML 2016, theorem 1.
     """
-    factors, found = Factors(block["inputs"], block["outputs"]), []
-    for factor, share in zip(factors, split_damping(factors, damping), strict=True):
-        damped = factor + share.to(factor) * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-        found.append(torch.cholesky_inverse(linalg.cholesky(damped)))
-    return {**block, "input_inverse": found[0], "output_inverse": found[1]}
+    count, num_positions = block.get("updates", 0) + 1, sums.num_rows / sums.num_examples
+    factors = Factors(sums.inputs / sums.num_examples, sums.outputs * (weight / num_positions))
+    if "inputs" in block:
+        before, kept = Factors(block["inputs"], block["outputs"]), min(1 - 1 / count, decay)
+        factors = Factors(*(torch.lerp(new, old, kept) for new, old in zip(factors, before, strict=True)))
+    found = {**block, "updates": count, "inputs": factors.inputs, "outputs": factors.outputs}
+    if damping is not None:
+        shares = split_damping(factors, damping)
+        for name, factor, share in zip(("input_inverse", "output_inverse"), factors, shares, strict=True):
+            damped = factor.clone()
+            damped.diagonal().add_(share.to(factor))
+            found[name] = torch.cholesky_inverse(linalg.cholesky(damped))
+    return found
 
 
 def diagonalized(

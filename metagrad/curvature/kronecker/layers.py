@@ -74,12 +74,6 @@ def _check_sharing(call: str, model: nn.Module, layers: Mapping[str, Layer]) -> 
                 )
 
 
-def layer_rows(layer: Layer, inputs: Tensor, gradient: Tensor, *, has_bias: bool) -> tuple[Tensor, Tensor]:
-    """Return the input of a layer and the gradient of its output as rows, in float32 or wider."""
-    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-    return input_rows(layer, inputs, has_bias=has_bias).to(dtype), output_rows(layer, gradient).to(dtype)
-
-
 def input_rows(layer: Layer | nn.Embedding, value: Tensor, *, has_bias: bool) -> Tensor:
     """Return the vectors that a layer multiplies with its weight, ``[examples, positions, inputs]``.
 
@@ -89,7 +83,8 @@ def input_rows(layer: Layer | nn.Embedding, value: Tensor, *, has_bias: bool) ->
     if isinstance(layer, nn.Embedding):
         return value.reshape(len(value), -1, 1)
     if isinstance(layer, nn.Linear):
-        rows = _rows(value)
+        rows = torch.atleast_2d(value)
+        rows = rows.reshape(len(rows), math.prod(rows.shape[1:-1]), rows.shape[-1])
     else:
         rows = _patches(layer, value if value.ndim == layer.weight.ndim else value.unsqueeze(0))
     return F.pad(rows, (0, 1), value=1.0) if has_bias else rows
@@ -98,21 +93,10 @@ def input_rows(layer: Layer | nn.Embedding, value: Tensor, *, has_bias: bool) ->
 def output_rows(layer: Layer | nn.Embedding, gradient: Tensor) -> Tensor:
     """Return the gradient of a layer's output as ``[examples, positions, outputs]``."""
     if isinstance(layer, (nn.Linear, nn.Embedding)):
-        return _rows(gradient)
+        rows = torch.atleast_2d(gradient)
+        return rows.reshape(len(rows), math.prod(rows.shape[1:-1]), rows.shape[-1])
     batched = gradient if gradient.ndim == layer.weight.ndim else gradient.unsqueeze(0)
     return batched.flatten(2).mT
-
-
-def joined(weight: Tensor, bias: Tensor | None, batch_ndim: int = 0) -> Tensor:
-    """Return weight and bias as one matrix, ``[*tasks, outputs, inputs]``, the bias its last column."""
-    flat = weight.flatten(batch_ndim + 1)
-    return flat if bias is None else torch.cat([flat, bias.unsqueeze(-1)], -1)
-
-
-def _rows(value: Tensor) -> Tensor:
-    if value.ndim == 1:
-        return value.reshape(1, 1, -1)
-    return value.reshape(len(value), math.prod(value.shape[1:-1]), value.shape[-1])
 
 
 def _patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor:

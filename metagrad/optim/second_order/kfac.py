@@ -12,18 +12,18 @@ from torch.utils.hooks import RemovableHandle
 
 from metagrad.core._torch import averaging_wrapper, linalg
 from metagrad.core.checks import check_choice, check_count, is_a, refuse
-from metagrad.core.tree import Params, widened
+from metagrad.core.tree import Params
 from metagrad.curvature.kronecker.factors import (
+    NO_SUMS,
     Factors,
     Sums,
     diagonalized,
     direction_of,
-    factors_of,
-    inverted,
-    renewed,
     scaling_of,
+    updated,
 )
-from metagrad.curvature.kronecker.layers import Layer, joined, known_layers, layer_rows, without_base
+from metagrad.curvature.kronecker.layers import Layer, input_rows, known_layers, output_rows, without_base
+from metagrad.distributed.exchange import AVERAGED
 from metagrad.optim.per_parameter import check_real
 from metagrad.optim.second_order.curvature_optimizer import (
     CurvatureOptimizer,
@@ -31,7 +31,7 @@ from metagrad.optim.second_order.curvature_optimizer import (
     generators_of,
     options_of,
 )
-from metagrad.optim.torch_optim.optimizer import Group, as_number
+from metagrad.optim.torch_optim.optimizer import FAILED_FACTORIZATIONS, Group
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -40,13 +40,14 @@ class LayerCall:
 
     Attributes:
         inputs: Input of the layer.
+        has_bias: True if the bias is trained with the weight.
         gradient: Gradient of the output, summed over the backward passes that wrote the gradient of the weight. None
             before the first one.
         open_before: Earlier calls of the layer that had no gradient yet when this call was made.
     """
 
-    def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[LayerCall]) -> None:
-        self.inputs = inputs
+    def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[LayerCall], *, has_bias: bool) -> None:
+        self.inputs, self.has_bias = inputs, has_bias
         self.gradient: Tensor | None = None
         self.open_before = open_before
 
@@ -222,6 +223,7 @@ class KFAC(CurvatureOptimizer):
         layers = known_layers("KFAC(model)", model).values()
         self._layers: dict[str, Layer] = {self._names[layer.weight]: layer for layer in layers}
         self._handles: list[RemovableHandle] = []
+        self._places: dict[Tensor, int] = {}  # the group of each parameter
         self._waiting: dict[str, weakref.WeakSet[LayerCall]] = {}
         self._initialize(model.named_parameters() if params is None else params, defaults)
         self._set_hooks()
@@ -231,8 +233,8 @@ class KFAC(CurvatureOptimizer):
         _remove(self._handles)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_names": self._names, "_layers": self._layers, "_handles": self._handles}
-        return {**super().__getstate__(), **own}
+        own = ("_names", "_layers", "_handles", "_places")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -262,6 +264,7 @@ class KFAC(CurvatureOptimizer):
             refuse(f"{call}: inverse_every", "a multiple of curvature_every", group["inverse_every"])
         if group["fisher"] != self.param_groups[0]["fisher"]:
             raise ValueError("KFAC(model): fisher must be the same in all groups.")
+        self._places.update(dict.fromkeys(group["params"], index))
 
     # Hooks
 
@@ -276,7 +279,8 @@ class KFAC(CurvatureOptimizer):
             self._reduce(name)  # only sums of an earlier micro-batch are kept
             self._calls.pop(name, None)
         waiting = self._waiting.setdefault(name, weakref.WeakSet())
-        call = LayerCall(inputs.detach(), weakref.WeakSet(waiting))
+        has_bias = self._trains_bias(self._layers[name])
+        call = LayerCall(inputs.detach(), weakref.WeakSet(waiting), has_bias=has_bias)
         waiting.add(call)
         return call
 
@@ -312,30 +316,33 @@ class KFAC(CurvatureOptimizer):
             call.gradient = gradient if call.gradient is None else call.gradient + gradient
 
     def _reduce(self, name: str) -> None:
+        """Add the calls of a layer to its sums."""
         for rows in self._rows(name):
-            sums = Sums.of(*rows)
-            self._sums[name] = self._sums[name].plus(sums) if name in self._sums else sums
+            self._sums[name] = self._sums.get(name, NO_SUMS).plus(*rows)
 
     def _rows(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs of a layer's calls and the gradients of their outputs as rows, in float32 or better."""
         layer = self._layers[name]
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         for call in self._calls.get(name, []):
             assert call.gradient is not None
-            yield layer_rows(layer, call.inputs, call.gradient, has_bias=self._bias_of(layer) is not None)
+            inputs = input_rows(layer, call.inputs, has_bias=call.has_bias)
+            yield inputs.to(dtype), output_rows(layer, call.gradient).to(dtype)
 
-    def _bias_of(self, layer: Layer) -> Tensor | None:
-        """Return the bias of a layer if it is trained in the group of the weight, as the weight of one more input."""
+    def _trains_bias(self, layer: Layer) -> bool:
+        """Return whether the bias of a layer is trained with the weight, as the weight of one more input."""
         bias = layer.bias
-        if bias is None or not bias.requires_grad or self._group_of(bias) is not self._group_of(layer.weight):
-            return None
-        return bias
+        return (
+            bias is not None and bias.requires_grad and self._group_of(bias) is self._group_of(layer.weight)
+        )
 
     def _group_of(self, param: Tensor) -> Group | None:
-        return next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
+        return self.param_groups[self._places[param]] if param in self._places else None
 
     def _lacks_factors(self, name: str) -> bool:
         """Return whether the factors of a layer are missing or have another size, as after freezing its bias."""
         layer = self._layers[name]
-        num_inputs = layer.weight[0].numel() + (self._bias_of(layer) is not None)
+        num_inputs = layer.weight[0].numel() + self._trains_bias(layer)
         known = self.state.get(layer.weight, {}).get("inputs")
         return known is None or len(known) != num_inputs
 
@@ -373,48 +380,62 @@ class KFAC(CurvatureOptimizer):
 
     def _move(self) -> None:
         """Update every parameter that has a gradient, or none if anything is not finite."""
-        self._refuse_averaged()
-        if hasattr(self, "found_inf") and not self._unscaled():
+        if len(AVERAGED):  # of any optimizer
+            self._refuse_averaged()
+        is_scaled = hasattr(self, "found_inf")
+        if is_scaled and not self._unscaled():
             return
-        params: Params = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.numel():
-                    params[self._names[p]] = p
-                    if p.grad.layout != torch.strided or isinstance(p.grad, RowSparse):
-                        raise self._without_rows(self._names[p])
-        seen: list[Any] = [] if hasattr(self, "found_inf") else [("the loss", loss) for loss in self._losses]
-        seen += [(f"the gradient of {name!r}", p.grad) for name, p in params.items()]
+        everything = [p for group in self.param_groups for p in group["params"]]
+        params: Params = {self._names[p]: p for p in everything if p.grad is not None and p.numel()}
+        for name, p in params.items():
+            if isinstance(p.grad, RowSparse) or (p.grad is not None and p.grad.layout != torch.strided):
+                raise self._without_rows(name)
         for name in self._calls:
             self._reduce(name)
+        seen: list[Any] = [] if is_scaled else [("the loss", loss) for loss in self._losses]
+        seen += [(f"the gradient of {name!r}", p.grad) for name, p in params.items()]
         for name, sums in self._sums.items():
             seen += [(f"the factors of {name!r}", sums.inputs), (f"the factors of {name!r}", sums.outputs)]
         if not self._are_finite(seen):
             return
-        found = self._factorized(lambda: [self._directions(group, params) for group in self.param_groups])
-        if found is None:
+        try:
+            steps = [self._step(group, params) for group in self.param_groups]
+        except FAILED_FACTORIZATIONS:
+            if not self._leaves_out():
+                raise
             return
-        directions = {f"the direction of {name!r}": d for own, _, _ in found for name, d in own.items()}
-        if self._are_finite(list(directions.items())):
-            for group, (own, length, blocks) in zip(self.param_groups, found, strict=True):
-                for name, block in blocks.items():
-                    self.state[params[name]].update(block)
-                self._write(group, {params[name]: direction for name, direction in own.items()}, length)
+        directions = {f"the direction of {name!r}": d for own, _, _ in steps for name, d in own.items()}
+        if not self._are_finite(list(directions.items())):
+            return
+        for group, (own, length, blocks) in zip(self.param_groups, steps, strict=True):
+            lr, momentum, decay = (float(group[name]) for name in ("lr", "momentum", "weight_decay"))
+            group["step"] += 1
+            for name, direction in own.items():
+                p, state = params[name], self.state[params[name]]
+                state.update(blocks.get(name, {}))
+                state["step"] = state.get("step", 0) + 1
+                change = -direction if group["maximize"] else direction
+                if momentum and "momentum" in state:
+                    change = change + momentum * state["momentum"]
+                change = change * length + decay * p.to(change.dtype)
+                if momentum:
+                    state["momentum"] = change
+                p.copy_(p.to(change.dtype) - lr * change)
 
-    def _directions(self, group: Group, params: Params) -> tuple[Params, float | Tensor, dict[str, Any]]:
+    def _step(self, group: Group, params: Params) -> tuple[Params, float | Tensor, dict[str, Any]]:
         """Return the directions of a group, the factor that clips them, and the new states of layers."""
         own = {name: params[name] for name in map(self._names.__getitem__, group["params"]) if name in params}
-        damping, decay = as_number(group["damping"]), as_number(group["decay"])
-        grads: Params = {name: widened(p.grad) for name, p in own.items() if p.grad is not None}
-        directions: Params = dict(grads)
-        blocks: dict[str, Any] = {}
-        for name, p in own.items():
-            if name not in self._layers:
-                continue
-            bias = self._bias_of(self._layers[name])
-            block = self.state.get(p, {})
+        damping = float(group["damping"])
+        directions: Params = {
+            name: p.grad.to(torch.promote_types(p.dtype, torch.float32))
+            for name, p in own.items()
+            if p.grad is not None
+        }
+        grads, blocks = list(directions.items()), dict[str, Any]()
+        for name in [name for name in own if name in self._layers]:
+            p, bias, block = own[name], self._layers[name].bias, self.state.get(own[name], {})
             if name in self._sums:
-                block = blocks[name] = self._block(group, name, block, damping, decay)
+                block = blocks[name] = self._block(group, name, block, damping)
             if "updates" not in block:
                 raise RuntimeError(
                     f"KFAC.step: {name!r} has a gradient, but no curvature: the call of its layer was not seen, or "
@@ -422,58 +443,42 @@ class KFAC(CurvatureOptimizer):
                     "layer outside of torch.compile, and loss.backward() must write the gradient. "
                     'With fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
                 )
-            column = None if bias is None else torch.zeros_like(bias) if bias.grad is None else bias.grad
-            gradient = joined(directions[name], None if column is None else widened(column))
+            gradient = directions[name].flatten(1)
+            if bias is not None and len(block["inputs"]) > gradient.shape[1]:
+                column = torch.zeros_like(bias) if bias.grad is None else bias.grad
+                gradient = torch.cat([gradient, column.to(gradient.dtype).unsqueeze(1)], 1)
             direction = direction_of(block, gradient.to(block["inputs"].dtype), damping)
-            weight = direction if bias is None else direction[:, :-1]
-            directions[name] = weight.reshape(p.shape).contiguous()
-            if bias is not None and bias.grad is not None:
+            directions[name] = direction[:, : p[0].numel()].reshape(p.shape).contiguous()
+            if direction.shape[1] > p[0].numel() and bias is not None and bias.grad is not None:
                 directions[self._names[bias]] = direction[:, -1].contiguous()
         length: float | Tensor = 1.0
         if group["kl_clip"] is not None and directions:
-            pairs = [(directions[name], g) for name, g in grads.items()]
+            pairs = [(directions[name], g) for name, g in grads]
             changes = [linalg.vecdot(d.flatten(), g.to(d.dtype).flatten()) for d, g in pairs]
-            change = as_number(group["lr"]) ** 2 * torch.stack([c.to(changes[0]) for c in changes]).sum()
+            change = float(group["lr"]) ** 2 * torch.stack([c.to(changes[0]) for c in changes]).sum()
             # The root is not taken where nothing changes, or nothing is too long.
-            clip = as_number(group["kl_clip"])
+            clip = float(group["kl_clip"])
             is_long = change > clip
             length = torch.where(is_long, (clip / torch.where(is_long, change, 1)).sqrt(), 1)
         return directions, length, blocks
 
-    def _block(
-        self, group: Group, name: str, block: Mapping[str, Any], damping: float, decay: float
-    ) -> dict[str, Any]:
+    def _block(self, group: Group, name: str, block: Mapping[str, Any], damping: float) -> dict[str, Any]:
         """Return the block of a layer after the estimate from the calls since the last step."""
-        sums = self._sums[name]
-        is_sampled, scale = group["fisher"] == "sampled", self._inverse_scale()
+        sums, is_sampled, decay = self._sums[name], group["fisher"] == "sampled", float(group["decay"])
+        scale = self._inverse_scale() if hasattr(self, "found_inf") else 1.0
         # The gradients of a mean over N examples have a factor 1 / N each, and its root for sampled labels.
         weight = scale * (1 if is_sampled else scale)
         weight *= sums.num_examples if group["loss_reduction"] == "mean" and not is_sampled else 1
-        if self._lacks_factors(name):
+        if "inputs" in block and block["inputs"].shape != sums.inputs.shape:
             block = {}
         is_due = not block or group["step"] % group["inverse_every"] == 0
-        block = renewed(block, factors_of(sums, weight), decay)
         if not group["eigen"]:
-            return inverted(block, damping) if is_due else block
+            return updated(block, sums, weight, decay, damping=damping if is_due else None)
 
         def squares(basis: Factors) -> Tensor:
             return weight * torch.stack([scaling_of(*rows, basis) for rows in self._rows(name)]).sum(0)
 
-        return diagonalized(block, squares, decay, is_due=is_due)
-
-    def _write(self, group: Group, directions: Mapping[Tensor, Tensor], length: float | Tensor) -> None:
-        """Move parameters along their directions, with momentum."""
-        lr, momentum, decay = map(as_number, (group[n] for n in ("lr", "momentum", "weight_decay")))
-        for p, direction in directions.items():
-            state, change = self.state[p], -direction if group["maximize"] else direction
-            if momentum:
-                change = change + momentum * state["momentum"] if "momentum" in state else change
-            change = change * length + decay * widened(p)
-            if momentum:
-                state["momentum"] = change
-            state["step"] = state.get("step", 0) + 1
-            p.copy_(widened(p) - lr * change)
-        group["step"] += 1
+        return diagonalized(updated(block, sums, weight, decay), squares, decay, is_due=is_due)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

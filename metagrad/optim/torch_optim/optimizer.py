@@ -32,7 +32,7 @@ Group: TypeAlias = dict[str, Any]
 
 Computed = TypeVar("Computed")
 
-_FAILED_FACTORISATIONS = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[reportPrivateImportUsage]
+FAILED_FACTORIZATIONS: Any = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[reportPrivateImportUsage]
 
 
 PARAMS = "Parameters, with names or without, or groups of them with their own hyperparameters."
@@ -159,7 +159,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             loss = None if closure is None else self._evaluated(closure)
             if isinstance(loss, Tensor):
                 refuse_complex(f"{type(self).__name__}.step(closure)", loss)
-            self._losses = [*self._losses, *_numbers(loss)]
+            if loss is not None:
+                self._losses = [*self._losses, *_numbers(loss)]
             if closure is not None and all(p.grad is None for p in self._all_params()):
                 warn(
                     f"{type(self).__name__}.step(closure): no parameter has a gradient after the closure, so none "
@@ -249,7 +250,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Return the result, or None if a factorization fails, which counts the step as skipped."""
         try:
             return compute()
-        except _FAILED_FACTORISATIONS:
+        except FAILED_FACTORIZATIONS:
             if not self._leaves_out():
                 raise
             return None

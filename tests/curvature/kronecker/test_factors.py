@@ -8,15 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.curvature.kronecker.factors import (
+    NO_SUMS,
     Factors,
     Sums,
     diagonalized,
     direction_of,
-    factors_of,
-    inverted,
-    renewed,
     scaling_of,
     split_damping,
+    updated,
 )
 from metagrad.curvature.kronecker.layers import input_rows, output_rows
 
@@ -38,6 +37,12 @@ def block(factors):
     return torch.kron(factors.outputs, factors.inputs)
 
 
+def factors_of(sums, weight):
+    """Return the factors of one estimate."""
+    found = updated({}, sums, weight, 0.9)
+    return Factors(found["inputs"], found["outputs"])
+
+
 def exact_factors(model, layer, x):
     """Return the factors of a squared error: gradients come from each output in turn, weighted 1 / N each."""
     seen = []
@@ -45,11 +50,10 @@ def exact_factors(model, layer, x):
     y = model(x)
     hook.remove()
     ((inputs, output),) = seen
-    total = None
+    total = NO_SUMS
     for column in range(y.shape[-1]):
         (g,) = torch.autograd.grad(y[:, column].sum(), output, retain_graph=True)
-        rows = Sums.of(input_rows(layer, inputs, has_bias=layer.bias is not None), output_rows(layer, g))
-        total = rows if total is None else total.plus(rows)
+        total = total.plus(input_rows(layer, inputs, has_bias=layer.bias is not None), output_rows(layer, g))
     rows = Sums(total.inputs / y.shape[-1], total.outputs, len(x), total.num_rows // y.shape[-1])
     return factors_of(rows, 1 / len(x))
 
@@ -81,7 +85,7 @@ def test_blocks_of_a_deep_linear_network_are_exact(depth):
 def test_a_convolution_is_the_linear_layer_on_its_patches():
     """Theorem 1: patches are summed over positions, gradients averaged."""
     conv, x, g = made(lambda: nn.Conv2d(2, 3, 3, padding=1)), drawn(4, 2, 5, 5), drawn(4, 3, 5, 5, seed=2)
-    factors = factors_of(Sums.of(input_rows(conv, x, has_bias=True), output_rows(conv, g)), 4)
+    factors = factors_of(NO_SUMS.plus(input_rows(conv, x, has_bias=True), output_rows(conv, g)), 4)
     patches = F.pad(F.unfold(x, 3, padding=1).mT, (0, 1), value=1.0)
     omega = torch.einsum("nti,ntj->ij", patches, patches) / 4
     gradients = 4 * g.flatten(2)
@@ -92,12 +96,12 @@ def test_a_convolution_is_the_linear_layer_on_its_patches():
 
 def factors_at_random():
     a, g = drawn(9, 1, 4, seed=1), drawn(9, 1, 3, seed=2)
-    return factors_of(Sums.of(a, g), 9), a, g
+    return factors_of(NO_SUMS.plus(a, g), 9), a, g
 
 
-def decomposed(factors, damping):
-    """Return the block of a layer after its first estimate."""
-    return inverted(renewed({}, factors, 0.9), damping)
+def block_of(block, factors, decay=0.9, damping=None):
+    """Return the block of a layer after an estimate."""
+    return updated(block, Sums(*factors, 1, 1), 1.0, decay, damping=damping)
 
 
 def test_the_damping_is_split_by_pi():
@@ -116,13 +120,13 @@ def test_preconditioning_is_the_inverse_of_the_damped_product():
     shares = split_damping(factors, 0.1)
     damped = Factors(*(f + s * torch.eye(len(f), dtype=F64) for f, s in zip(factors, shares, strict=True)))
     expected = torch.linalg.solve(block(damped), gradient.flatten()).reshape(3, 4)
-    got = direction_of(decomposed(factors, 0.1), gradient, 0.1)
+    got = direction_of(block_of({}, factors, damping=0.1), gradient, 0.1)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_factor_that_is_singular_needs_damping():
     with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
-        decomposed(Factors(torch.zeros(2, 2), torch.eye(2)), 0.0)
+        block_of({}, Factors(torch.zeros(2, 2), torch.eye(2)), damping=0.0)
 
 
 def eigenvectors_of(factors):
@@ -137,7 +141,7 @@ def test_corrected_eigenvalues_are_never_worse(positions, seed):
     g = g * (1 + a[..., :1] ** 2)  # gradients that depend on inputs
     gradients = (g.mT @ a).flatten(1) * 9
     fisher = gradients.T @ gradients / 9
-    factors = factors_of(Sums.of(a, g), 9)
+    factors = factors_of(NO_SUMS.plus(a, g), 9)
     basis = eigenvectors_of(factors)
     scaling = 9 * scaling_of(a, g, basis, max_elements=30)
     vectors = torch.kron(basis[1], basis[0])
@@ -157,9 +161,7 @@ def test_a_block_in_a_basis_is_the_damped_inverse():
     scaling, gradient = 9 * scaling_of(a, g, eigenvectors_of(factors)), drawn(3, 4, seed=3)
     dense = vectors @ torch.diag(scaling.flatten() + 0.1) @ vectors.T
     expected = torch.linalg.solve(dense, gradient.flatten()).reshape(3, 4)
-    block = diagonalized(
-        renewed({}, factors, 0.9), lambda basis: 9 * scaling_of(a, g, basis), 0.9, is_due=True
-    )
+    block = diagonalized(block_of({}, factors), lambda basis: 9 * scaling_of(a, g, basis), 0.9, is_due=True)
     got = direction_of(block, gradient, 0.1)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
@@ -168,7 +170,7 @@ def test_between_two_bases_factors_and_their_eigenvalues_are_averaged():
     factors, a, g = factors_at_random()
 
     def after(block, scale, *, is_due):
-        block = renewed(block, Factors(*(scale * factor for factor in factors)), 0.6)
+        block = block_of(block, [scale * factor for factor in factors], 0.6)
         return diagonalized(block, lambda basis: 9 * scale * scaling_of(a, g, basis), 0.6, is_due=is_due)
 
     first = after({}, 1, is_due=True)

@@ -8,7 +8,6 @@ from torch import nn
 
 from metagrad.curvature.kronecker.layers import (
     input_rows,
-    joined,
     known_layers,
     output_rows,
 )
@@ -35,6 +34,12 @@ def made(make, *args, **options):
 
 def drawn(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=F64)
+
+
+def joined(weight, bias):
+    """Return the weight as a matrix, with the bias as the last column."""
+    flat = weight.flatten(1)
+    return flat if bias is None else torch.cat([flat, bias.unsqueeze(-1)], -1)
 
 
 def assert_linear(layer, x):

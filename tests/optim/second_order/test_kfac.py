@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import metagrad
 from metagrad.optim import KFAC
 from tests.optim.torch_optim.cases import (
     assert_equal,
@@ -328,3 +331,24 @@ def test_parameters_that_are_in_no_layer_stay_finite():
         model().backward()
         opt.step()
     assert float(model().detach()) < 0.2 * first
+
+
+def test_a_step_takes_few_functions_before_it_moves():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt, seen, library = KFAC(model), set(), str(Path(metagrad.__file__).parent)
+    F.cross_entropy(model(torch.randn(16, 4)), torch.arange(16) % 3).backward()
+
+    def profile(frame, event, function):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(library) and not code.co_name.startswith("<"):
+            seen.add((code.co_filename, code.co_name))
+        if event == "c_call" and function.__name__ == "copy_":
+            sys.setprofile(None)
+
+    sys.setprofile(profile)
+    try:
+        opt.step()
+    finally:
+        sys.setprofile(None)
+    assert 0 < len(seen) <= 14, seen
+    assert len({file for file, _ in seen}) <= 5
