@@ -138,8 +138,7 @@ CALLS = {
         *each(partial(on(curvature.trace), method="hutch++"), probes=[2], map=HALF),
     ],
     "diagonal(operator, ...": [
-        *each(on(curvature.diagonal), map=MAPS, method=["exact"], rtol=[-1.0], chunk=["all"]),
-        *each(partial(on(curvature.diagonal), method="xdiag"), probes=[1], map=HALF),
+        *each(on(curvature.diagonal), map=MAPS, rtol=[-1.0], chunk=["all"]),
     ],
     "eigenvalues(operator, k): ": [
         *each(partial(curvature.eigenvalues, MAP), k=[0, 4, 1.5, "3"]),

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.curvature.estimators.basis import ProbedBasis, covariance_of, inflation, left_out
+from metagrad.curvature.estimators.basis import Basis, left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
+from metagrad.curvature.estimators.probing import Estimator, ProbeSampler
 from metagrad.curvature.rows import inner
 
 
-class XTrace(ProbedBasis):
+class XTrace(Estimator):
     r"""Estimate the trace by the mean over i of :math:`\mathrm{tr}(Q_i A Q_i^T) + g_i^T A g_i`.
 
     The rows of :math:`Q_i` span the products of all probes except the i-th. The i-th probe is projected off them to
@@ -31,12 +32,33 @@ class XTrace(ProbedBasis):
     # Bound for k Cov / s^2, measured up to 1.6. If the spectrum decays fast it is about 0, with a noisy estimate.
     most = 2.0
 
+    def __init__(self, probing: ProbeSampler) -> None:
+        self.probing = probing
+        self.basis: Basis = Basis(probing.zeros(0, probing.n))
+        self.probes: Tensor = probing.zeros(0, probing.n)
+        self.products_of_basis: Tensor = probing.zeros(0, probing.n)
+
+    def extend(self, products: int) -> None:
+        """Spend ``products`` more products: half on probes, half on the basis of their products."""
+        probing = self.probing
+        count = min(products // 2, probing.n - len(self.probes))
+        if count:
+            probes = probing.draw(count)
+            self.add(probes, probing.multiply(probes))
+
+    def add(self, probes: Tensor, products: Tensor) -> None:
+        """Add probes [k, n] that were already multiplied. Spend as many products on the basis."""
+        new = self.basis.append(products, self.probing.call)
+        self.probes = torch.cat([self.probes, probes])
+        self.products_of_basis = torch.cat([self.products_of_basis, self.probing.multiply(new)])
+
     def estimate(self) -> Estimate:
         """Estimate from all products so far."""
         probing, basis, lower = self.probing, self.basis.rows, self.basis.lower
         on_basis = inner(basis, self.products_of_basis)
-        if self.is_complete:
-            return self.exact(on_basis.trace(), "trace")
+        if len(basis) == probing.n:  # the whole space, orthonormal to a few units of rounding
+            bound = 10 * probing.rounding(linalg.matrix_norm(self.products_of_basis))
+            return Estimate(on_basis.trace(), bound, 0, probing.matvecs, self.name, quantity="trace")
         inside = inner(self.probes, basis)
         lost = left_out(lower)
         one = _LeaveOneOut(
@@ -114,3 +136,46 @@ class _LeaveOneOut(NamedTuple):
 
 def _scaled(rest: Tensor, scales: Scales) -> Tensor:
     return rest if scales is None else rest * (scales[0] / scales[1])
+
+
+LEAST = 0.25  # lower bound for the estimate of k Cov / s^2, which comes from few and noisy pairs
+MARGIN = 1.3  # factor on the covariance, whose estimate is unbiased but too low more than half of the time
+
+
+def inflation(samples: Tensor, covariance: Tensor, most: float) -> Tensor:
+    r"""Return the variance of the mean relative to the mean of uncorrelated estimates.
+
+    The estimates :math:`e_i` are unbiased: the i-th probe is tested and all others are fitted. The estimate
+    :math:`e_i^{(j)}` does not use the j-th probe. Given all other probes, :math:`e_i^{(j)}` does not
+    depend on the j-th, and the means of both over the i-th probe are the true value. Therefore
+
+    .. math:: \mathrm{Cov}(e_i, e_j) = E[(e_i^{(j)} - e_i) (e_j^{(i)} - e_j)]
+
+    exactly. With the sample variance :math:`s^2`, whose mean is the variance minus the covariance,
+
+    .. math:: \mathrm{Var}(\bar e) = E[s^2] / k + \mathrm{Cov} .
+
+    The mean over all pairs estimates the covariance without bias. The factor is :math:`1 + k \, \mathrm{Cov} / s^2`,
+    with a margin and within bounds.
+
+    Args:
+        samples: The estimates, [k].
+        covariance: Their covariance. See :func:`covariance_of`.
+        most: Upper bound for :math:`k \, \mathrm{Cov} / s^2`.
+    """
+    k = samples.shape[0]
+    if k < 2:
+        return torch.ones_like(covariance)
+    variance = samples.detach().var()
+    ratio = torch.where(variance > 0, MARGIN * k * covariance / variance, 0.0)
+    return 1 + ratio.clamp(LEAST, most)
+
+
+def covariance_of(changes: Tensor) -> Tensor:
+    """Estimate the covariance of leave-one-out estimates.
+
+    Args:
+        changes: Change of the i-th estimate if the j-th probe is also left out, [k, k]. The diagonal is not read.
+    """
+    k = len(changes)
+    return (changes * changes.t()).fill_diagonal_(0).sum() / max(1, k * (k - 1))

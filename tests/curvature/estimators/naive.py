@@ -7,7 +7,6 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from metagrad.curvature.estimators.diagonal import XDiag
 from metagrad.curvature.estimators.probing import ProbeSampler
 from metagrad.curvature.estimators.trace import HutchPlusPlus
 from metagrad.curvature.estimators.xtrace import XTrace
@@ -17,7 +16,7 @@ from tests.curvature.maps import MatrixMap
 def fitted(cls, matrix: Tensor, products: int, distribution="rademacher", seed=0, batches=1):
     """An estimator that has spent its products, in equal batches."""
     generator = torch.Generator().manual_seed(seed)
-    estimator: XTrace | XDiag | HutchPlusPlus = cls(
+    estimator: XTrace | HutchPlusPlus = cls(
         ProbeSampler("trace(operator, ...)", MatrixMap(matrix), distribution, generator, "64MiB")
     )
     for _ in range(batches):
@@ -45,8 +44,3 @@ def xtrace(A: Tensor, probes: Tensor, i: int, left_out: Collection[int], distrib
     P = off(others @ A)
     g = _resphered(P @ probes[i], len(A) - len(others), distribution)
     return A.trace() - (P @ A @ P).trace() + g @ A @ g
-
-
-def xdiag(A: Tensor, probes: Tensor, i: int, left_out: Collection[int], distribution: str) -> Tensor:
-    P = off(without(probes, {i, *left_out}) @ A)
-    return (A - P @ A).diagonal() + probes[i] * (P @ A @ probes[i])

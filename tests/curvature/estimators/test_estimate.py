@@ -65,14 +65,14 @@ def test_repr_has_the_digits_that_the_error_lets_it_have():
 
 def test_repr_of_vectors_and_of_what_did_not_converge():
     found = Estimate(
-        torch.tensor([-1.0, 2.0]), torch.tensor([0.1, 0.25]), 8, 8, "xdiag", False, quantity="diagonal"
+        torch.tensor([-1.0, 2.0]), torch.tensor([0.1, 0.25]), 8, 8, "xtrace", False, quantity="diagonal"
     )
     assert (
         repr(found)
-        == "diagonal = from -1 to 2, +- at most 0.25, of shape (2,) (xdiag, 8 products, not converged)"
+        == "diagonal = from -1 to 2, +- at most 0.25, of shape (2,) (xtrace, 8 products, not converged)"
     )
-    empty = Estimate(torch.empty(0), torch.empty(0), 8, 8, "xdiag")
-    assert repr(empty) == "estimate = empty, of shape (0,) (xdiag, 8 products)"
+    empty = Estimate(torch.empty(0), torch.empty(0), 8, 8, "xtrace")
+    assert repr(empty) == "estimate = empty, of shape (0,) (xtrace, 8 products)"
 
 
 LEVELS = [0.01, 0.5, 0.68, 0.9, 0.95, 0.99, 0.9999]
