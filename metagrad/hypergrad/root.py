@@ -76,6 +76,7 @@ def root(
     max_steps: int = 100,
     batch_ndim: Literal[0, 1] = 0,
     throw: bool = False,
+    call: str = "root(f, x0)",
 ) -> Root:
     r"""Find a root of a function, with its derivatives by the implicit function theorem.
 
@@ -100,6 +101,7 @@ def root(
         batch_ndim: 1 for independent roots: all tensors are ``[k, ...]``, and row i of the values depends only on row
             i. Rows stop independently.
         throw: Raise an error if a row does not converge.
+        call: Name of the caller in errors.
 
     Raises:
         ValueError: An argument is out of its range, or the values of ``f`` differ in shape from ``x0``.
@@ -125,16 +127,32 @@ def root(
         Griewank, Walther, "Evaluating derivatives", 2008, chapter 15; Bai, Kolter, Koltun, "Deep equilibrium
         models", NeurIPS 2019; Blondel et al., "Efficient and modular implicit differentiation", NeurIPS 2022.
     """
-    options: dict[str, Any] = {
-        "order": order,
-        "solver": solver,
-        "rtol": rtol,
-        "atol": atol,
-        "max_steps": max_steps,
-    }
-    return _found(
-        "root(f, x0)", f, x0, method or NewtonKrylov(), batch_ndim=batch_ndim, throw=throw, **options
-    )
+    problem = RootProblem(call, f, x0, batch_ndim, order)
+    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
+    check_count(f"{call}, max_steps", max_steps)
+    for name, number in (("rtol", rtol), ("atol", atol)):
+        check_number(f"{call}: {name}", number, 0.0)
+    with torch.no_grad():
+        run = iterated(problem.residual, method or NewtonKrylov(), problem.start, rtol, atol, max_steps)
+    results = tuple(RESULTS[int(index)] for index in run.status)
+    result = overall(results)
+    stats = RootStats(results, run.steps, run.residuals, problem.evaluations)
+    x = run.x
+    if not result.is_success:
+        row = results.index(result)
+        failure = (
+            f"{call}: row {row} of {len(results)}, |f| = {float(run.residuals[row]):.3g}: {result.value}"
+        )
+        if throw:
+            raise SolveError(failure)
+        if torch.is_grad_enabled() and not bool((run.relative <= LOOSE).all()):
+            sentence = (
+                f"{failure} The value is no root, so the implicit function theorem gives no derivative."
+            )
+            return Root(problem.tree(refuse_derivatives(x, sentence, problem.residual(x))), result, stats)
+        if torch.is_grad_enabled():
+            warn(f"{failure} The derivative is as far from that of the root as the value.")
+    return Root(problem.tree(problem.attached(x, solver, rtol, order)), result, stats)
 
 
 def fixed_point(
@@ -172,7 +190,7 @@ def fixed_point(
         values = tree_flatten(g(z))[0]
         return tree_unflatten([a - b for a, b in zip(values, leaves, strict=True)], form)
 
-    return _found("fixed_point(g, z0)", f, z0, method or Anderson(), **options)
+    return root(f, z0, method=method or Anderson(), call="fixed_point(g, z0)", **options)
 
 
 def implicit_root(
@@ -216,48 +234,6 @@ def implicit_root(
     check_choice(f"{call}: solver", solver, ("gmres", "lu"))
     check_number(f"{call}: rtol", rtol, 0.0)
     return problem.tree(problem.attached(problem.start, solver, rtol, order))
-
-
-def _found(
-    call: str,
-    f: Callable[[Any], Any],
-    x0: Tree,
-    method: RootMethod,
-    *,
-    order: int = 1,
-    solver: LinearSolver = "gmres",
-    rtol: float = 1e-6,
-    atol: float = 0.0,
-    max_steps: int = 100,
-    batch_ndim: int = 0,
-    throw: bool = False,
-) -> Root:
-    problem = RootProblem(call, f, x0, batch_ndim, order)
-    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
-    check_count(f"{call}, max_steps", max_steps)
-    for name, number in (("rtol", rtol), ("atol", atol)):
-        check_number(f"{call}: {name}", number, 0.0)
-    with torch.no_grad():
-        run = iterated(problem.residual, method, problem.start, rtol, atol, max_steps)
-    results = tuple(RESULTS[int(index)] for index in run.status)
-    result = overall(results)
-    stats = RootStats(results, run.steps, run.residuals, problem.evaluations)
-    x = run.x
-    if not result.is_success:
-        row = results.index(result)
-        failure = (
-            f"{call}: row {row} of {len(results)}, |f| = {float(run.residuals[row]):.3g}: {result.value}"
-        )
-        if throw:
-            raise SolveError(failure)
-        if torch.is_grad_enabled() and not bool((run.relative <= LOOSE).all()):
-            sentence = (
-                f"{failure} The value is no root, so the implicit function theorem gives no derivative."
-            )
-            return Root(problem.tree(refuse_derivatives(x, sentence, problem.residual(x))), result, stats)
-        if torch.is_grad_enabled():
-            warn(f"{failure} The derivative is as far from that of the root as the value.")
-    return Root(problem.tree(problem.attached(x, solver, rtol, order)), result, stats)
 
 
 class RootProblem:
@@ -333,7 +309,10 @@ class RootProblem:
             return x
         linear = Linearization(self._call, self.residual, x, solver, max(rtol, torch.finfo(x.dtype).eps))
         call = f"{self._call[:-1]}, order={{}})"
-        inverse = Inverse(self.residual, linear.solve_transposed, linear.solve, order, None, call)
+        solve, solve_transposed = (
+            partial(linear.solve, transposed=transposed) for transposed in (True, False)
+        )
+        inverse = Inverse(self.residual, solve, solve_transposed, order, None, call)
         return attach(inverse, x, residual, order)
 
 
@@ -353,32 +332,28 @@ class Linearization:
     def _matrix(self) -> Tensor:
         k, n = self._x.shape
         identity = torch.eye(n, dtype=self._x.dtype, device=self._x.device)
-        rows = [self._product(self._graph.pull, row.expand(k, n)) for row in identity]
-        return torch.stack(rows, 1)  # [k, n, n]
+        rows = [self._graph.pull(row.expand(k, n).reshape(-1)).view(k, n) for row in identity]
+        return -torch.stack(rows, 1)  # [k, n, n]
 
-    def _product(self, multiply: Rows, rows: Tensor) -> Tensor:
-        return -multiply(rows.reshape(-1)).view(rows.shape)
-
-    def solve_transposed(self, g: Tensor) -> Tensor:
-        """Solve with the transpose, without a graph."""
-        return self._solved(g, partial(self._product, self._graph.pull), lambda: self._matrix.mT)
-
-    def solve(self, g: Tensor) -> Tensor:
-        """Solve, without a graph."""
-        return self._solved(g, partial(self._product, self._graph.push), lambda: self._matrix)
-
-    def _solved(self, g: Tensor, products: Rows, matrix: Callable[[], Tensor]) -> Tensor:
+    def solve(self, g: Tensor, *, transposed: bool) -> Tensor:
+        """Solve with minus the Jacobian or its transpose, without a graph."""
         with torch.no_grad():
             g = g.detach()
             if self._solver == "lu":
-                found, info = linalg.solve_ex(matrix(), g[:, :, None])
+                matrix = self._matrix.mT if transposed else self._matrix
+                found, info = linalg.solve_ex(matrix, g[:, :, None])
                 if bool(info.any()):
                     raise SolveError(
                         f"{self._call}: the Jacobian at the root is singular, so it has no derivative."
                     )
                 return found[:, :, 0]
-            steps = min(10 * g.shape[1], 10_000)
-            run = gmres(products, g, tolerance=self._rtol * length(g), max_steps=steps)
+            product = self._graph.pull if transposed else self._graph.push
+            run = gmres(
+                lambda rows: -product(rows.reshape(-1)).view(rows.shape),
+                g,
+                tolerance=self._rtol * length(g),
+                max_steps=min(10 * g.shape[1], 10_000),
+            )
         failed = {RESULTS[int(index)] for index in run.status} - {Result.CONVERGED}
         if failed:
             raise SolveError(

@@ -106,10 +106,9 @@ class Neumann(Solver):
 
 def _largest_eigenvalue(system: LinearSystem) -> float:
     """Estimate the largest eigenvalue of positive operators from below, most likely by at least half of it."""
-    operator = system.undamped
-    v = draw_for(operator, operator.num_matrices or 1, "rademacher", system.generator)
+    v = draw_for(system, system.num_matrices or 1, "rademacher", system.generator)
     size = v.new_zeros(())
     for _ in range(POWER_STEPS):
-        v = system.constant_products(v / length(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None])
+        v = system.constant(v / length(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None])
         size = length(v).max()
     return float(size) if bool(size.isfinite()) else 0.0

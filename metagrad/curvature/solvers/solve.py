@@ -21,11 +21,9 @@ from metagrad.curvature.solvers.preconditioner import Preconditioner, check_symm
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
 from metagrad.curvature.solvers.system import (
     CALL,
-    CountingMap,
     LinearSystem,
     check_numbers,
     check_vector,
-    checked_damping,
 )
 
 SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "pcg": CG, "dense": Dense, "neumann": Neumann}
@@ -128,12 +126,10 @@ def solve(
     check_vector("b", b, operator)
     if x0 is not None:
         check_vector("x0", x0, operator, like=b)
-    weight = checked_damping(damping)
-    precondition = checked_preconditioner(CALL, preconditioner, operator, weight, check_symmetry)
-    counted = CountingMap(operator)
-    if check_symmetry and counted.num_matrices is None:
-        check_symmetric(CALL, "operator", counted, counted.multiply)
-    system = LinearSystem(counted, damping, weight, generator)
+    system = LinearSystem(operator, damping, generator)
+    precondition = checked_preconditioner(CALL, preconditioner, operator, system.weight, check_symmetry)
+    if check_symmetry and system.num_matrices is None:
+        check_symmetric(CALL, "operator", system, system.undamped)
     solver, precondition = _solver(method, preconditioner is not None).set_up(system, precondition)
     rows = b if b.ndim == 2 else b[None]
     start = None if x0 is None else _start(x0 if x0.ndim == 2 else x0[None], rows)
@@ -147,7 +143,7 @@ def solve(
     if torch.is_grad_enabled():
         x = work.attached(x, product, rows, limits, results, rtol, order)
     direction = run.direction if Result.NEGATIVE_CURVATURE in results else None
-    stats = Stats(results, run.steps, residuals, counted.matvecs, direction)
+    stats = Stats(results, run.steps, residuals, system.matvecs, direction)
     if b.ndim == 1:
         x, stats = x[0], _of_one(stats)
     if throw:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,36 +14,34 @@ from metagrad.curvature.solvers.implicit import is_batched
 CALL = "solve(operator, b)"
 
 
-class CountingMap:
-    """A linear map that counts its products and checks their shape."""
+class LinearSystem:
+    """``A + damping I`` as a linear map of rows, which counts its products and checks their shape.
 
-    def __init__(self, operator: LinearMap) -> None:
-        self.operator = operator
+    Attributes:
+        weight: The damping as a constant.
+        matvecs: Number of products so far.
+    """
+
+    def __init__(
+        self, operator: LinearMap, damping: float | Tensor, generator: torch.Generator | None
+    ) -> None:
+        self.operator, self.damping, self.generator = operator, damping, generator
+        self.weight: float = checked_damping(damping)
         self.shape: tuple[int, int] = operator.shape
         self.dtype: torch.dtype = operator.dtype
         self.device: torch.device = operator.device
         self.num_matrices: int | None = getattr(operator, "num_matrices", None)
         self.matvecs: int = 0
 
-    def multiply(self, vectors: Tensor) -> Tensor:
-        """Multiply rows [k, n]."""
+    def undamped(self, vectors: Tensor) -> Tensor:
+        """Multiply rows [k, n] by A."""
         products = shaped_products(CALL, self.operator, vectors)
         self.matvecs += len(vectors)
         return products
 
-
-@dataclass(frozen=True)
-class LinearSystem:
-    """``A + damping I`` as a linear map of rows, with all that sets up a solver for it."""
-
-    undamped: CountingMap
-    damping: float | Tensor
-    weight: float  # the damping as a constant
-    generator: torch.Generator | None
-
     def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply rows [k, n]."""
-        products = self.undamped.multiply(vectors)
+        products = self.undamped(vectors)
         if isinstance(self.damping, Tensor) or self.damping:
             products = products + self.damping * vectors
         return products
@@ -52,10 +49,9 @@ class LinearSystem:
     @property
     def constant_rows(self) -> Rows:
         """The products without a graph, as solvers take them."""
-        constant = self.constant_products
-        return constant if self.undamped.num_matrices is None else SeparateMatrices(constant)
+        return self.constant if self.num_matrices is None else SeparateMatrices(self.constant)
 
-    def constant_products(self, vectors: Tensor) -> Tensor:
+    def constant(self, vectors: Tensor) -> Tensor:
         """Multiply rows without a graph."""
         with torch.no_grad():
             return self.multiply(vectors).detach()
@@ -100,16 +96,12 @@ def check_vector(name: str, vector: Tensor, operator: LinearMap, like: Tensor | 
         raise ValueError(
             f"{CALL}: {name} must have the shape {list(like.shape)} of b, got {list(vector.shape)}."
         )
-    if vector.dtype != operator.dtype:
-        raise TypeError(
-            f"{CALL}: {name} must be of the operator's dtype {operator.dtype}, got {vector.dtype}. "
-            f"Use {name}.to({operator.dtype})."
-        )
-    if vector.device != operator.device:
-        raise ValueError(
-            f"{CALL}: {name} must be on the operator's device {operator.device}, got {vector.device}. "
-            f"Use {name}.to(operator.device)."
-        )
+    for what, error in (("dtype", TypeError), ("device", ValueError)):
+        got, expected = getattr(vector, what), getattr(operator, what)
+        if got != expected:
+            raise error(
+                f"{CALL}: {name} must be of the operator's {what} {expected}, got {got}. Use {name}.to({expected})."
+            )
     if is_batched(vector):
         raise ValueError(
             f"{CALL}: {name} has a dimension of vmap, under which rows cannot stop one by one. Pass rows [k, {n}]."
