@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import TypeAlias
 
 import torch
@@ -19,15 +19,16 @@ Layer: TypeAlias = "nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d"
 KNOWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
+def known_layers(call: str, model: nn.Module, own: Collection[Tensor]) -> dict[str, Layer]:
     """Find the layers of a model whose weight is trained, by name.
 
     Args:
         call: Call that needs the layers, for errors.
         model: The model.
+        own: The parameters that move.
 
     Raises:
-        ValueError: A convolution is grouped, or the weights of a layer are another module's as well.
+        ValueError: A parameter that moves belongs to a grouped convolution, or to a layer and another module.
 
     Warns:
         UserWarning: Other modules have parameters, which then move along the plain gradient.
@@ -39,17 +40,30 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
         # A weight may be a plain tensor that is computed from parameters, as by ``nn.utils.weight_norm``.
         if type(module) in KNOWN and isinstance(module.weight, nn.Parameter) and module.weight.requires_grad
     }
-    for name, layer in layers.items():
-        if getattr(layer, "groups", 1) != 1:
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, module in named_modules(model):
+        for p in module.parameters(recurse=False):
+            owners[p].append(name)
+    for name, layer in list(layers.items()):
+        shared = [n for p in layer.parameters(recurse=False) for n in owners[p] if n != name]
+        if not shared and getattr(layer, "groups", 1) == 1:
+            continue
+        if not any(p in own for p in layer.parameters(recurse=False)):
+            del layers[name]
+        elif shared:
+            raise ValueError(
+                f"{call}: {name!r} shares a parameter with {shared}, and the factors of shared layers are not known. "
+                "Give each a parameter of its own, or leave them out of params= and use another optimizer for them."
+            )
+        else:
             raise ValueError(
                 f"{call}: {name!r} is a convolution of {layer.groups} groups, whose Fisher block is not a Kronecker "
-                "product. Use groups=1, or freeze its weight and give it to another optimizer."
+                "product. Use groups=1, or leave it out of params= and give it to another optimizer."
             )
-    _check_sharing(call, model, layers)
     others = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in named_modules(model)
-        if name not in layers and any(p.requires_grad for p in module.parameters(recurse=False))
+        if name not in layers and any(p.requires_grad and p in own for p in module.parameters(recurse=False))
     ]
     if others:
         warn(
@@ -57,21 +71,6 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
             f"gradient: {', '.join(others)}."
         )
     return layers
-
-
-def _check_sharing(call: str, model: nn.Module, layers: Mapping[str, Layer]) -> None:
-    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, module in named_modules(model):
-        for p in module.parameters(recurse=False):
-            owners[p].append(name)
-    for name, layer in layers.items():
-        for p in layer.parameters(recurse=False):
-            if len(owners[p]) > 1:
-                raise ValueError(
-                    f"{call}: {name!r} shares a parameter with {[n for n in owners[p] if n != name]}, and the "
-                    "factors of shared layers are not known. Give each a parameter of its own, or use another "
-                    "optimizer for them."
-                )
 
 
 def input_rows(layer: Layer | nn.Embedding, value: Tensor, *, has_bias: bool) -> Tensor:

@@ -167,7 +167,7 @@ class KFAC(CurvatureOptimizer):
             ``torch.initial_seed()``.
 
     Raises:
-        ValueError: A hyperparameter is out of its range, or a layer is grouped or shared.
+        ValueError: A hyperparameter is out of its range. A layer with a parameter in ``params`` is grouped or shared.
         TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:
@@ -220,12 +220,13 @@ class KFAC(CurvatureOptimizer):
         for name, p in model.named_parameters():
             check_real("KFAC(model)", name, p)
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        layers = known_layers("KFAC(model)", model).values()
-        self._layers: dict[str, Layer] = {self._names[layer.weight]: layer for layer in layers}
         self._handles: list[RemovableHandle] = []
         self._places: dict[Tensor, int] = {}  # the group of each parameter
         self._waiting: dict[str, weakref.WeakSet[LayerCall]] = {}
         self._initialize(model.named_parameters() if params is None else params, defaults)
+        own = {p for group in self.param_groups for p in group["params"]}
+        layers = known_layers("KFAC(model)", model, own).values()
+        self._layers: dict[str, Layer] = {self._names[layer.weight]: layer for layer in layers}
         self._set_hooks()
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ def test_other_modules_are_named_in_one_warning():
 
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), Shifted(4, 4), nn.Conv1d(1, 1, 1))
     with pytest.warns(UserWarning, match=r"plain gradient: 1 \(LayerNorm\), 3 \(Shifted\)\.$") as caught:
-        layers = known_layers("KFAC(model)", model)
+        layers = known_layers("KFAC(model)", model, set(model.parameters()))
     assert len(caught) == 1
     assert list(layers) == ["0", "4"]
 
@@ -86,16 +86,20 @@ def test_other_modules_are_named_in_one_warning():
 def test_frozen_layers_are_left_out_without_a_warning():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).requires_grad_(False), nn.Linear(4, 2))
     model[0].requires_grad_(False)
-    assert list(known_layers("KFAC(model)", model)) == ["2"]
+    assert list(known_layers("KFAC(model)", model, set(model.parameters()))) == ["2"]
 
 
-def test_grouped_convolutions_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"'0' is a convolution of 2 groups.*groups=1"):
-        known_layers("KFAC(model)", nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)))
-
-
-def test_shared_weights_are_refused_by_name():
-    model = nn.ModuleDict({"embed": nn.Embedding(3, 4), "head": nn.Linear(4, 3, bias=False)})
-    model["head"].weight = model["embed"].weight
-    with pytest.raises(ValueError, match=r"'head' shares a parameter with \['embed'\]"):
-        known_layers("KFAC(model)", model)
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (nn.Linear(4, 3, bias=False), r"'head' shares a parameter with \['embed'\]"),
+        (nn.Conv1d(4, 4, 1, groups=2), r"'head' is a convolution of 2 groups.*groups=1"),
+    ],
+)
+def test_layers_without_factors_are_refused_by_name_unless_they_stay(head, message):
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 4), "body": nn.Linear(4, 4), "head": head})
+    if isinstance(head, nn.Linear):
+        head.weight = model["embed"].weight
+    with pytest.raises(ValueError, match=message):
+        known_layers("KFAC(model)", model, set(model.parameters()))
+    assert list(known_layers("KFAC(model)", model, set(model["body"].parameters()))) == ["body"]

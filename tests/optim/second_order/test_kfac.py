@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import sys
@@ -352,3 +353,18 @@ def test_a_step_takes_few_functions_before_it_moves():
         sys.setprofile(None)
     assert 0 < len(seen) <= 14, seen
     assert len({file for file, _ in seen}) <= 5
+
+
+def test_tied_weights_that_stay_do_not_matter():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    untied = copy.deepcopy(model)
+    model[2].weight = model[0].weight
+    untied[2].weight.data = model[0].weight.data.clone()
+    x, y = torch.randint(5, (2, 8))
+    for net in (model, untied):
+        body = nn.Sequential(net[1]) if net is untied else net
+        opt = KFAC(body, params=[{"params": list(net[1].parameters())}])
+        nn.functional.cross_entropy(net(x), y).backward()
+        opt.step()
+    assert torch.equal(model[1].weight, untied[1].weight)
