@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -81,6 +82,62 @@ def test_pairs_of_options_train_or_raise_one_sentence(run, tmp_path, monkeypatch
         with pytest.raises(Exception, match=REFUSED[pair]) as caught:
             run(tmp_path, *settings)
         assert "\n" not in (explained(caught.value) or "\n")
+        return
+    metrics = json.loads((run(tmp_path, *settings) / "result.json").read_text())["metrics"]
+    assert all(math.isfinite(metric["mean"]) for metric in metrics.values())
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Return a folder of images of 16 pixels, with four classes in each split."""
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    root = tmp_path_factory.mktemp("images")
+    for split, number in itertools.product(("train", "val", "test"), range(4)):
+        (root / split / f"{split}{number}").mkdir(parents=True)
+        for i in range(4):
+            color = (60 * number, 20 * i, 100)
+            pillow.new("RGB", (16, 16), color).save(root / split / f"{split}{number}" / f"{i}.png")
+    return root
+
+
+IMAGES = (
+    *(
+        "task=folder",
+        "task.dataset.size=16",
+        "task.ways=2",
+        "task.shots=1",
+        "task.queries=2",
+        "algorithm.steps=1",
+    ),
+    *("iterations=2", "log.every=2", "evaluate.every=2", "memory.enabled=false"),
+)
+NETWORKS = {
+    "conv4": ("model.in_channels=3", "model.image_size=16", "model.hidden=4"),
+    "resnet12": ("model.in_channels=3", "model.widths=[4,4,4,4]"),
+    "transformer": ("model.input_shape=[3,16,16]", "model.patch=8", "model.width=4", "model.heads=2"),
+}
+WITHOUT_NORMS = {
+    ("cavia", network): r"algorithm\.adapt: .* Take model=context_mlp for curves" for network in NETWORKS
+} | {
+    (
+        "maml_plus_plus",
+        "transformer",
+    ): r"algorithm\.norm: .* or algorithm\.norm=null for models without batch norm"
+}
+
+
+@pytest.mark.parametrize(
+    "pair", fast([("maml", "conv4")], list(itertools.product(ALGORITHMS, NETWORKS))), ids="-".join
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_network_trains_on_images_or_raises_one_sentence(run, images, tmp_path, pair):
+    algorithm, network = pair
+    settings = [f"algorithm={algorithm}", f"model={network}", *NETWORKS[network], *IMAGES]
+    settings += [f"task.dataset.root={images}"]
+    settings += ["model.norm=running"] * (algorithm == "maml_plus_plus" and network != "transformer")
+    if pair in WITHOUT_NORMS:
+        with pytest.raises(ValueError, match=WITHOUT_NORMS[pair]):
+            run(tmp_path, *settings)
         return
     metrics = json.loads((run(tmp_path, *settings) / "result.json").read_text())["metrics"]
     assert all(math.isfinite(metric["mean"]) for metric in metrics.values())
