@@ -21,7 +21,7 @@ from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.problem import Model, ModelEvaluation, ModelProblem
 from metagrad.curvature.operators.space import Parameters, values_of
 from metagrad.curvature.rows import norm
-from metagrad.curvature.solvers.solve import APPROXIMATE, Preconditioner, SolveError, Solver
+from metagrad.curvature.solvers.solve import APPROXIMATE, Rows, SolveError, Solver
 
 Queries: TypeAlias = "Batch | Iterable[Batch] | Callable[[Params], Tensor]"
 """Queries as batches ``(x, y)``, or as a function of the parameters that returns measurements, ``[queries]``."""
@@ -53,7 +53,7 @@ def influence(
     queries: Queries | None = None,
     *,
     damping: float,
-    preconditioner: Kronecker | Preconditioner | None = None,
+    preconditioner: Kronecker | Rows | None = None,
     method: str | Solver = "cg",
     max_steps: int = 10,
     reduction: Reduction | None = None,

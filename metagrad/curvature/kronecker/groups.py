@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class LayerGroup:
     def inputs(self, evaluation: ModelEvaluation) -> Tensor:
         """Return the inputs of a batch as rows or indices. The first pass adds them to their factor."""
         parts = [input_rows(layer, value, has_bias=len(self.names) > 1) for layer, value, _ in self.calls]
-        rows = _by_example(evaluation, parts)
+        rows = self._by_example(evaluation, parts)
         rows = rows.mean(1, keepdim=True) if self._averages else rows
         if self.block is None:
             own, size = _counted(evaluation, rows), self._table_size
@@ -62,7 +62,7 @@ class LayerGroup:
     def add(self, evaluation: ModelEvaluation, inputs: Tensor, found: Sequence[Tensor]) -> None:
         """Add gradients of the outputs: to their factor, or to the squares in the eigenbasis in a second pass."""
         parts = [output_rows(layer, g) for (layer, *_), g in zip(self.calls, found, strict=True)]
-        rows = _by_example(evaluation, parts)
+        rows = self._by_example(evaluation, parts)
         rows = rows.sum(1, keepdim=True) if self._averages else rows
         if self.block is None:
             self._sums["outputs"] += rows.flatten(0, 1).mT @ rows.flatten(0, 1)
@@ -71,6 +71,21 @@ class LayerGroup:
         else:
             basis = Factors(self.block.right, self.block.left)
             self._sums["squares"] += scaling_of(inputs, rows, basis)
+
+    def _by_example(self, evaluation: ModelEvaluation, parts: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all calls by example, from a first dimension of examples or of data of the loss."""
+        size, known, sizes = evaluation.num_examples, evaluation.known, [len(part) for part in parts]
+        if not {size, known.num_data if known else size}.issuperset(sizes):
+            self.refuse_order(evaluation, f"sizes {sizes}")
+        return widened(torch.cat([part.unflatten(0, (size, -1)).flatten(1, 2) for part in parts], 1))
+
+    def refuse_order(self, evaluation: ModelEvaluation, got: str) -> NoReturn:
+        """Raise ``ValueError`` because the examples are not in the first dimension."""
+        raise ValueError(
+            f"{evaluation.problem.call}: the first dimension of the input of {self.names[0]!r} must be the "
+            f"{evaluation.num_examples} examples, got {got}. Pass sequences as [examples, positions, ...], and "
+            "positions as torch.arange(T).expand(N, T)."
+        )
 
     def decompose(self, total: float | Tensor) -> Eigenblock:
         """Return the product of the factors, or the product with the squares as eigenvalues."""
@@ -96,6 +111,7 @@ class Groups:
         refuse_batch_norms(problem.call, model)
         self.problem = problem
         self.layers: list[LayerGroup] = []
+        self._is_checked = False
         self.rows: dict[
             tuple[str, ...], bool
         ] = {}  # whether their whole matrix is estimated, or its diagonal
@@ -145,7 +161,31 @@ class Groups:
         for name, most in {name: len(group.calls) for group in self.layers for name in group.names}.items():
             if (count := uses[get_gradient_edge(leaves[name]).node]) > most:
                 refuse(f"{self.problem.call}: {name!r}", f"{most} uses, all in calls of its layer", count)
+        self._check_order(evaluation)
         return evaluation
+
+    def _check_order(self, evaluation: ModelEvaluation) -> None:
+        """Raise ``ValueError`` if outputs of the first example depend on other rows of a sequence or of a table."""
+        calls = [
+            (group, edge)
+            for group in self.layers
+            for layer, value, edge in group.calls
+            if isinstance(layer, nn.Embedding) or (isinstance(layer, nn.Linear) and value.ndim > 2)
+        ]
+        size, outputs = evaluation.num_examples, evaluation.outputs
+        if self._is_checked or not calls or size == 1 or any(z.numel() % size for z in outputs):
+            return
+        self._is_checked = True
+        first = torch.arange(size, device=outputs[0].device) == 0
+        cotangents = [
+            (z.detach().reshape(size, -1).cos() * first.unsqueeze(1)).reshape(z.shape) for z in outputs
+        ]
+        found: Any = torch.autograd.grad(
+            evaluation.outputs, [edge for _, edge in calls], cotangents, retain_graph=True
+        )
+        for (group, _), g in zip(calls, found, strict=True):
+            if len(g) % size == 0 and bool(g.reshape(size, -1)[1:].any()):
+                group.refuse_order(evaluation, "another dimension")
 
     def add(self, evaluation: ModelEvaluation, columns: Iterable[Sequence[Tensor]]) -> None:
         """Add a batch, given cotangents of the outputs. In a second pass only the eigenvalues of layers change."""
@@ -185,15 +225,6 @@ def _is_known(layer: Any, weight: Any) -> bool:
         return False  # also a bias without its weight
     options = {"groups": 1, "scale_grad_by_freq": False, "max_norm": None}
     return all(getattr(layer, name, value) == value for name, value in options.items())
-
-
-def _by_example(evaluation: ModelEvaluation, parts: Sequence[Tensor]) -> Tensor:
-    """Return rows ``[first, positions, size]`` of several calls as ``[examples, positions, size]``."""
-    size, known, sizes = evaluation.num_examples, evaluation.known, [len(part) for part in parts]
-    if not {size, known.num_data if known else size}.issuperset(sizes):
-        call = f"{evaluation.problem.call}: the first dimension of a layer's input"
-        refuse(call, f"the {size} examples or the data of the loss", sizes)
-    return widened(torch.cat([part.unflatten(0, (size, -1)).flatten(1, 2) for part in parts], 1))
 
 
 def _counted(evaluation: ModelEvaluation, rows: Tensor) -> Tensor:

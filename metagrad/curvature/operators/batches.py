@@ -219,26 +219,16 @@ def _distance(a: Tensor, b: Tensor) -> float:
 def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:
     """Return a sentence on what may have made two passes differ."""
     training = [(name or "the model", m) for name, m in (named_modules(model) if model else ()) if m.training]
-    dropout = [f"{name} ({type(m).__name__})" for name, m in training if _has_dropout(m)]
-    norms = [f"{name} ({type(m).__name__})" for name, m in training if isinstance(m, _torch.BatchNorm)]
-    reasons: list[str] = []
-    if dropout:
-        reasons.append(f"In training mode {', '.join(dropout)} draws a mask each time: call .eval() on it.")
-    if norms:
-        reasons.append(
-            f"In training mode {', '.join(norms)} normalizes by the batch, so that it matters which data are in "
-            "one: call .eval() on it, or fix the batches."
-        )
+    found = [f"{name} ({type(m).__name__}) in training mode" for name, m in training if _varies(m)]
     if isinstance(getattr(batches, "sampler", None), torch.utils.data.RandomSampler):
-        reasons.append("The DataLoader shuffles: pass shuffle=False.")
-    return " ".join(reasons) or (
-        "Look for dropout or BatchNorm in training mode, random augmentation, and a loader that shuffles."
-    )
+        found.append("a DataLoader that shuffles")
+    likely = ", ".join(found) or "dropout or BatchNorm in training mode, or a loader that shuffles"
+    return f"Look for {likely}, and for random augmentation. Call model.eval() and fix the batches."
 
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def _has_dropout(module: nn.Module) -> bool:
+def _varies(module: nn.Module) -> bool:
     rate = getattr(module, "dropout", None)  # of attention and recurrent layers
-    return isinstance(module, _DROPOUT) or (isinstance(rate, float) and rate > 0)
+    return isinstance(module, (*_DROPOUT, _torch.BatchNorm)) or (isinstance(rate, float) and rate > 0)

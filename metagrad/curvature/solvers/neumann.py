@@ -66,7 +66,7 @@ class Neumann(Solver):
         section 2.3 and algorithm 3.
     """
 
-    no_preconditioner = 'the series has no preconditioner. Use method="pcg", or scale the operator.'
+    no_preconditioner = 'the series has no preconditioner. Use method="cg", or scale the operator.'
     scale: float | None = None
 
     def __post_init__(self) -> None:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from metagrad.core._torch import to_list
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows
 from metagrad.curvature.rows import dot, norm
-
-Preconditioner: TypeAlias = Callable[[Tensor], Tensor] | Tensor
-"""A symmetric positive definite map of rows [k, n] close to the inverse, or the operator's diagonal [n]."""
-
 
 _FIX = (
     "Symmetrize it, or solve the normal equations with x -> A^T A x. If the difference is noise that you accept, "
@@ -50,33 +43,17 @@ def check_symmetric(call: str, name: str, operator: LinearMap, products: Rows, *
 
 
 def checked_preconditioner(
-    call: str,
-    preconditioner: Preconditioner | None,
-    operator: LinearMap,
-    damping: float,
-    check_symmetry: bool,
+    call: str, precondition: Rows | None, operator: LinearMap, check: bool
 ) -> Rows | None:
-    """Return the user's preconditioner as a map of rows."""
-    if preconditioner is None:
+    """Return a preconditioner of rows. Raise unless it is a symmetric map."""
+    if precondition is None:
         return None
-    n = operator.shape[0]
-    if isinstance(preconditioner, Tensor):
-        if preconditioner.shape != (n,) or preconditioner.dtype != operator.dtype:
-            raise ValueError(
-                f"{call}: as a tensor, preconditioner must be the operator's diagonal, [{n}] of {operator.dtype}, "
-                f"got {list(preconditioner.shape)} of {preconditioner.dtype}."
-            )
-        damped = preconditioner + damping
-        if not bool((damped > 0).all()):
-            raise ValueError(
-                f"{call}: every element of the preconditioner plus the damping must be above 0, the least is "
-                f"{float(damped.min()):.3g}. Take absolute values, a lower bound, or more damping."
-            )
-        return lambda rows: rows / damped
-    if not callable(preconditioner):
+    given: object = precondition
+    if not callable(given):
         raise TypeError(
-            f"{call}: preconditioner must be a map of rows or a diagonal [{n}], got {type(preconditioner).__name__}."
+            f"{call}: preconditioner must be a map of rows, such as lambda rows: rows / diagonal, got "
+            f"{type(given).__name__}."
         )
-    if check_symmetry:
-        check_symmetric(call, "preconditioner", operator, preconditioner)
-    return preconditioner
+    if check:
+        check_symmetric(call, "preconditioner", operator, precondition)
+    return precondition

@@ -17,7 +17,7 @@ from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.implicit import Inverse, attach_linear, is_batched, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
 from metagrad.curvature.solvers.neumann import Neumann
-from metagrad.curvature.solvers.preconditioner import Preconditioner, check_symmetric, checked_preconditioner
+from metagrad.curvature.solvers.preconditioner import check_symmetric, checked_preconditioner
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
 from metagrad.curvature.solvers.system import (
     CALL,
@@ -26,7 +26,7 @@ from metagrad.curvature.solvers.system import (
     check_vector,
 )
 
-SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "pcg": CG, "dense": Dense, "neumann": Neumann}
+SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "dense": Dense, "neumann": Neumann}
 
 APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
 """Results whose value approximates a solution, so the implicit function theorem holds approximately."""
@@ -41,7 +41,7 @@ def solve(
     rtol: float = 1e-6,
     atol: float = 0.0,
     max_steps: int | None = None,
-    preconditioner: Preconditioner | None = None,
+    preconditioner: Rows | None = None,
     x0: Tensor | None = None,
     throw: bool = False,
     generator: torch.Generator | None = None,
@@ -55,8 +55,8 @@ def solve(
     =========== ====================================================================================================
     method      operators
     =========== ====================================================================================================
-    "cg"        positive definite. Conjugate gradients, which detect and report negative curvature. "pcg" is the same
-                with a preconditioner, and "auto" is either of them.
+    "cg"        positive definite. Conjugate gradients, which detect and report negative curvature. "auto" is the
+                same.
     "dense"     positive definite, few parameters. It costs n products and a Cholesky factor.
     "neumann"   positive definite. The series of gradient descent, which is slow and can be truncated.
     =========== ====================================================================================================
@@ -79,8 +79,8 @@ def solve(
         atol: Absolute tolerance. Right-hand sides of derivatives have another scale, so they are solved to the
             relative tolerance that ``atol`` amounts to here.
         max_steps: Maximum number of steps for one right-hand side, 1 or more. None is 10 n, and at most 10 000.
-        preconditioner: A symmetric positive definite map of rows, close to the inverse. Or the diagonal of the
-            operator [n]. Then ``damping`` is added to it.
+        preconditioner: A symmetric positive definite map of rows, close to the inverse, such as
+            ``lambda rows: rows / (diagonal + damping)``.
         x0: The start, in the shape of ``b``. None is 0.
         throw: Raise unless the solve succeeds.
         generator: Draws the vectors of methods that need random ones.
@@ -127,10 +127,10 @@ def solve(
     if x0 is not None:
         check_vector("x0", x0, operator, like=b)
     system = LinearSystem(operator, damping, generator)
-    precondition = checked_preconditioner(CALL, preconditioner, operator, system.weight, check_symmetry)
+    precondition = checked_preconditioner(CALL, preconditioner, operator, check_symmetry)
     if check_symmetry and system.num_matrices is None:
         check_symmetric(CALL, "operator", system, system.undamped)
-    solver, precondition = _solver(method, preconditioner is not None).set_up(system, precondition)
+    solver, precondition = _solver(method).set_up(system, precondition)
     rows = b if b.ndim == 2 else b[None]
     start = None if x0 is None else _start(x0 if x0.ndim == 2 else x0[None], rows)
     _refuse_norms_out_of_range(rows)
@@ -252,17 +252,10 @@ def _of_one(stats: Stats) -> Stats:
     return Stats(stats.results, stats.steps[0], stats.residual_norms[0], stats.matvecs, direction)
 
 
-def _solver(method: str | Solver, has_preconditioner: bool) -> Solver:
+def _solver(method: str | Solver) -> Solver:
     if isinstance(method, Solver):
         return method
     if method not in SOLVERS:
         known = ", ".join(f'"{name}"' for name in SOLVERS)
         raise ValueError(f"solve(..., method): expected one of {known} or a solver, got {method!r}.")
-    if method == "cg" and has_preconditioner:
-        raise ValueError('solve(..., method="cg", preconditioner): that is method="pcg".')
-    if method == "pcg" and not has_preconditioner:
-        raise ValueError(
-            'solve(..., method="pcg"): preconditioner is missing. Pass the diagonal [n] or a map of rows, such as '
-            "nystrom(operator).preconditioner(damping)."
-        )
     return SOLVERS[method]()

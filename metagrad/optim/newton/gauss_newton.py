@@ -376,10 +376,6 @@ class CustomOutputLoss(OutputLoss):
         """Raise ``ValueError``."""
         self._refuse("Fisher matrix", 'Use matrix="ggn", which is the same where z are natural parameters')
 
-    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> NoReturn:
-        """Raise ``ValueError``."""
-        self._refuse("square root of the Fisher matrix", "Use one of the losses of torch.nn.functional")
-
     def score(self, generator: torch.Generator | None) -> NoReturn:
         """Raise ``ValueError``."""
         self._refuse("distribution of labels", "Use one of the losses of torch.nn.functional")

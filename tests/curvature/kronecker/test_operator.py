@@ -381,3 +381,32 @@ def test_single_precision_is_accurate():
         cast = kfac(model, F.cross_entropy, half, (data[0].float(), data[1]), fisher="exact", correct=True)
     assert {block.eigenvalues.dtype for block in cast.blocks} == {torch.float32}
     assert abs(float(cast.trace()) / float(exact.trace()) - 1) < 0.01
+
+
+class Sequences(nn.Module):
+    """A network on positions, which are transposed or looked up in a table without the examples."""
+
+    def __init__(self, kind, positions):
+        super().__init__()
+        self.kind, self.table = kind, nn.Embedding(positions, 3)
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        places = torch.arange(self.table.num_embeddings)
+        x = x + self.table(places if self.kind == "table" else places.expand(len(x), -1))
+        hidden = torch.tanh(self.first(x.transpose(0, 1) if self.kind == "transposed" else x))
+        return self.last(hidden.mean(0 if self.kind == "transposed" else 1))
+
+
+@pytest.mark.parametrize("positions", [3, 5, 6])
+@pytest.mark.parametrize("kind", ["table", "transposed", "right"])
+def test_examples_that_do_not_come_first_are_an_error(kind, positions):
+    model, params = made(lambda: Sequences(kind, positions))
+    x, y = drawn(5, positions, 3), torch.tensor([0, 1, 1, 0, 1])
+    if kind != "right":
+        name = "table" if kind == "table" else "first"
+        with pytest.raises(ValueError, match=rf"the input of '0.{name}.weight' must be the 5 examples, got"):
+            kfac(model, F.cross_entropy, params, (x, y), correct=True)
+        return
+    K = kfac(model, F.cross_entropy, params, (x, y), correct=True, fisher="exact")
+    torch.testing.assert_close(K.trace().value, ggn(model, F.cross_entropy, params, (x, y)).trace().detach())
