@@ -21,19 +21,21 @@ _guard: _Guard | None = None
 
 
 @contextlib.contextmanager
-def checked_statistics(updated: set[nn.Module] | None) -> Generator[None]:
+def checked_statistics(updated: set[nn.Module | Tensor] | None) -> Generator[None]:
     """Context manager for one step, which raises if a norm reads statistics that a step updated.
 
     Args:
-        updated: The norms that an earlier step has called in training mode. None checks nothing.
+        updated: The norms that an earlier step has called in training mode, and their running means, which other
+            norms can share. None checks nothing.
     """
 
     def check(module: nn.Module, _: object, output: Tensor) -> None:
         if updated is None or not isinstance(module, _NORMS) or module.running_mean is None:
             return
+        read = {module, module.running_mean}
         if module.training:
-            updated.add(module)
-        elif module in updated and output.requires_grad and current_graph_task() < 0:
+            updated.update(read)
+        elif not updated.isdisjoint(read) and output.requires_grad and current_graph_task() < 0:
             raise _stale(module)
 
     handle = register_module_forward_hook(check)
@@ -61,10 +63,25 @@ class StatisticsGuard:
         if norms:
             _replace(None)  # torch.compile would trace the hook
 
-    def guard(self, result: Tree) -> None:
-        """Raise in later calls that read updated statistics and depend on a result of the loop."""
+    @property
+    def reason(self) -> str | None:
+        """Why the loop cannot be compiled, or None. A compiled step does not show where it reads statistics."""
+        updating = (type(m).__name__ for m, _, _ in self._means if m.training)
+        return next((f"{name} in training mode updates running statistics" for name in updating), None)
+
+    def guard(self, result: Tree, *, compiled: bool) -> None:
+        """Raise in later calls that read updated statistics and depend on a result of the loop.
+
+        Raises:
+            RuntimeError: A compiled step updated the statistics, and can have read them.
+        """
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
         updated = [m for m, mean, before in self._means if results and not torch.equal(mean, before)]
+        if updated and compiled:
+            raise RuntimeError(
+                f"unroll(step, ..., compile): the step calls {type(updated[0]).__name__} in training mode. Call "
+                "train() before the loop, which then runs without being compiled, or pass compile=False."
+            )
         if updated:
             _replace(_Guard(updated, results))
 
@@ -74,6 +91,7 @@ class _Guard:
 
     def __init__(self, norms: Sequence[nn.Module], results: list[Tensor]) -> None:
         self.norms = weakref.WeakSet(norms)
+        self.means = [weakref.ref(norm.running_mean) for norm in norms]
         self.results = [weakref.ref(t) for t in results]
         self.handle = register_module_forward_hook(self)
 
@@ -81,8 +99,12 @@ class _Guard:
         nodes = {result.grad_fn for ref in self.results if (result := ref()) is not None} - {None}
         if not nodes:
             _replace(None)
-        elif module in self.norms and not module.training and not nodes.isdisjoint(graph_nodes([output])):
+        elif self._reads(module) and not module.training and not nodes.isdisjoint(graph_nodes([output])):
             raise _stale(module)
+
+    def _reads(self, module: nn.Module) -> bool:
+        mean = getattr(module, "running_mean", None)
+        return module in self.norms or any(mean is ref() for ref in self.means if mean is not None)
 
 
 def _replace(guard: _Guard | None) -> None:

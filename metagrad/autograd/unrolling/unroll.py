@@ -143,20 +143,23 @@ def unroll(
         return run_loop(_checked(step), state, args, times, mode, states)
 
     eager = functools.partial(run, checked_loop)
+    compiles = False
     if options is None:
         last, aux = eager()
     else:
         compiler = _compiler(_code(step), tuple(options.items()))
         compiled = functools.partial(run, functools.partial(compiler.unroll, memory=mode))
-        last, aux = compiler.attempt(compiled, eager)
+        reason = statistics.reason if create_graph else None
+        last, aux = compiler.attempt(compiled, eager, reason)
+        compiles = reason is compiler.reason is None
         last = tree_map(lambda old, new: int(new) if type(old) is int else new, state, last)
-    statistics.guard(last)
+    statistics.guard(last, compiled=compiles)
     return last, aux
 
 
 def _checked(step: Step) -> Step:
     """Return a step that raises for modules that would give a wrong derivative."""
-    updated: set[nn.Module] | None = set() if torch.is_grad_enabled() else None
+    updated: set[nn.Module | torch.Tensor] | None = set() if torch.is_grad_enabled() else None
 
     def checked_step(*args: Any) -> Pair:
         with checked_reruns("unroll(step, ...)"), checked_statistics(updated):

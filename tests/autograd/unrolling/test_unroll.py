@@ -361,8 +361,12 @@ def test_sparse_tensors_of_torch_are_constants(memory, held_by):
 
 
 @pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.filterwarnings("ignore:.*because BatchNorm1d in training mode updates running statistics")
 def test_reading_running_statistics_of_differentiated_steps_is_an_error(memory, tmp_path):
-    model, x = torch.nn.BatchNorm1d(2).double(), randn(4, 2)
+    model, x = torch.nn.BatchNorm1d(2).double(), randn(2**17, 2)  # a size that full graphs are compiled for
+    shared = torch.nn.BatchNorm1d(2).double().eval()
+    shared.running_mean, shared.running_var = model.running_mean, model.running_var
+    compiled = {"backend": "eager"}
     reads = pytest.raises(
         RuntimeError, match="BatchNorm1d in evaluation mode reads running statistics that a step"
     )
@@ -372,8 +376,19 @@ def test_reading_running_statistics_of_differentiated_steps_is_an_error(memory, 
         with grad_mode():
             return new, model.eval()(new).square().mean()
 
+    def with_shared(x, t):
+        new = model(x) * x
+        return new, shared(new).square().mean()
+
     with reads:
         mg.unroll(with_metric, x, torch.enable_grad, steps=1, memory=memory)
+    with pytest.raises(RuntimeError, match="the step calls BatchNorm1d in training mode"):
+        mg.unroll(with_metric, x, torch.enable_grad, steps=1, memory=memory, compile=compiled)
+    model.train()
+    with reads:
+        mg.unroll(with_shared, x, steps=1, memory=memory)
+    with reads:
+        mg.unroll(with_shared, x, steps=1, memory=memory, compile=compiled)
     mg.unroll(with_metric, x, torch.enable_grad, steps=1, memory=memory, create_graph=False)
     mg.unroll(with_metric, x, torch.no_grad, steps=2, memory=memory)
     model.train()
@@ -381,14 +396,15 @@ def test_reading_running_statistics_of_differentiated_steps_is_an_error(memory, 
     def step(x, t):
         return model(x) * x, None
 
-    for compile in (False, {"backend": "eager"}):
+    for compile in (False, compiled):
         last, _ = mg.unroll(step, x, steps=2, memory=memory, compile=compile)
         model(last)
         model.eval()
         with torch.no_grad():
             model(last)
-        with reads:
-            model(last)
+        for module in (model, shared):
+            with reads:
+                module(last)
         model(x)  # does not depend on the steps
         model.train()
     last, _ = mg.unroll(step, x, steps=2, memory=memory, create_graph=False)
