@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_count, check_number, check_positive
-from metagrad.core.tree import widened
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.solvers import cg, dense, neumann
 from metagrad.curvature.solvers.iteration import Solver
@@ -250,37 +249,10 @@ class FirstOrder(ImplicitMethod):
         return _approximation(self.scale * b, torch.zeros_like(b), Result.PROGRESS, 0)
 
 
-def _solved(
-    operator: LinearMap,
-    b: Tensor,
-    solver: Solver,
-    damping: float,
-    *,
-    rtol: float = 0.0,
-    max_steps: int | None = None,
-) -> Solution:
-    """Solve with one more derivative than the hypergradient itself has."""
-    # Rows are scaled to size one. In float16, the square of 1e-4 vanishes and the square of 300 overflows.
-    scale = _largest(b)
-    solution = solve(
-        operator,
-        b / scale,
-        method=solver,
-        damping=damping,
-        rtol=rtol,
-        max_steps=max_steps,
-        order=1,
-        check_symmetry=False,
-    )
-    norms = widened(solution.stats.residual_norms) * scale.squeeze(-1)
-    stats = dataclasses.replace(solution.stats, residual_norms=norms)
-    return dataclasses.replace(solution, value=solution.value * scale, stats=stats)
-
-
-def _largest(b: Tensor) -> Tensor:
-    """Return the size of the largest element of each row, or 1 if all are zero."""
-    size = b.detach().abs().amax(-1, keepdim=True) if b.shape[-1] else b.new_zeros(())
-    return torch.where(size > 0, size, 1.0)
+def _solved(operator: LinearMap, b: Tensor, solver: Solver, damping: float, **options: Any) -> Solution:
+    """Solve for a right-hand side ``[n]``, or one for each matrix of the operator, ``[k, n]``."""
+    options = {"rtol": 0.0, "order": 1, "check_symmetry": False, **options}
+    return solve(operator, b, method=solver, damping=damping, **options)
 
 
 def _approximation(value: Tensor, residuals: Tensor, result: Result, matvecs: int) -> Solution:

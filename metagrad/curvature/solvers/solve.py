@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
 from metagrad.core.checks import warn
-from metagrad.core.tree import HALF
+from metagrad.core.tree import widened
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.dense import Dense
-from metagrad.curvature.solvers.implicit import Inverse, attach_linear, is_batched, refuse_derivatives
+from metagrad.curvature.solvers.implicit import Inverse, attach_linear, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
 from metagrad.curvature.solvers.neumann import Neumann
 from metagrad.curvature.solvers.preconditioner import check_symmetric, checked_preconditioner
@@ -95,8 +95,7 @@ def solve(
 
     Raises:
         ValueError: An argument is out of its range, ``b`` or ``x0`` has another shape or is not finite, a method
-            takes no ``preconditioner``, a map is not symmetric, or the norm of ``b`` is out of the range of half
-            precision.
+            takes no ``preconditioner``, or a map is not symmetric.
         TypeError: The operator is not a linear map, or a dtype differs from the operator's.
         SolveError: The solve failed and ``throw`` is set, or a solve of a derivative failed.
 
@@ -131,45 +130,25 @@ def solve(
     if check_symmetry and system.num_matrices is None:
         check_symmetric(CALL, "operator", system, system.undamped)
     solver, precondition = _solver(method).set_up(system, precondition)
-    rows = b if b.ndim == 2 else b[None]
-    start = None if x0 is None else _start(x0 if x0.ndim == 2 else x0[None], rows)
-    _refuse_norms_out_of_range(rows)
-    limits = Limits((rtol * length(rows)).clamp_min(atol), max_steps or min(10 * n, 10_000))
-    work = _SystemSolver(system, solver, precondition)
-    run = work.off_the_tape(rows, start, limits)
-    x, product = run.x, system.multiply(run.x.detach())
-    status, residuals = _true_residuals(run.status, product, rows, limits)
+    rows, start = (None if v is None else v.reshape(-1, n) for v in (b, x0))
+    assert rows is not None
+    work = _SystemSolver(system, solver, precondition, max_steps or min(10 * n, 10_000))
+    run, scaled, scale, tolerance = work.run(rows, rtol, atol, start)
+    x, product = run.x * scale, system.multiply(run.x.detach())
+    status, residuals = _true_residuals(run.status, product, scaled, tolerance)
     results = tuple(RESULTS[int(index)] for index in to_list(status))
     if torch.is_grad_enabled():
-        x = work.attached(x, product, rows, limits, results, rtol, order)
+        relative = (tolerance / length(scaled)).nan_to_num(0.0, posinf=0.0)
+        rtol = max(rtol, float(relative.max()) if len(rows) else 0.0)
+        x = work.attached(x, product * scale, rows, results, rtol, order)
     direction = run.direction if Result.NEGATIVE_CURVATURE in results else None
-    stats = Stats(results, run.steps, residuals, system.matvecs, direction)
+    norms = widened(residuals) * widened(scale.squeeze(1))
+    stats = Stats(results, run.steps, norms, system.matvecs, direction)
     if b.ndim == 1:
         x, stats = x[0], _of_one(stats)
     if throw:
         raise_failure(CALL, stats)
     return Solution(x, overall(results), stats)
-
-
-def _refuse_norms_out_of_range(b: Tensor) -> None:
-    """Raise ``ValueError`` for rows of half precision whose norm overflows or vanishes.
-
-    Zero would be their solution, to any tolerance.
-    """
-    if b.dtype not in HALF or is_batched(b):
-        return
-    b = b.detach()
-    norms = length(b)
-    if bool((((norms == 0) & b.any(-1)) | (norms.isinf() & b.isfinite().all(-1))).any()):
-        raise ValueError(
-            f"{CALL}: the norm of b is out of the range of {b.dtype}. Divide b by b.abs().max() and multiply the "
-            "solution with it, or take parameters and b in float32."
-        )
-
-
-def _start(x0: Tensor, b: Tensor) -> Tensor:
-    """Return the starts. A right-hand side of 0 starts from 0, because no residual is small relative to it."""
-    return torch.where((b.detach() != 0).any(-1, keepdim=True), x0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -179,21 +158,31 @@ class _SystemSolver:
     system: LinearSystem
     solver: Solver
     precondition: Rows | None
+    max_steps: int
 
-    def off_the_tape(self, b: Tensor, x0: Tensor | None, limits: Limits) -> Run:
+    def run(
+        self, b: Tensor, rtol: float, atol: float = 0.0, x0: Tensor | None = None
+    ) -> tuple[Run, Tensor, Tensor, Tensor]:
+        """Solve without a graph for rows of size one, whose squares neither vanish nor overflow.
+
+        Returns:
+            The run, the scaled rows, their scales ``[k, 1]``, and the tolerances ``[k]``. Scales are powers of two.
+        """
         with torch.no_grad():
-            start = None if x0 is None else x0.detach()
-            return self.solver.run(self.system.constant_rows, b.detach(), start, self.precondition, limits)
+            largest = widened(b.detach()).abs().amax(-1, keepdim=True)
+            scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1).to(b.dtype)
+            rows = b.detach() / scale
+            tolerance = torch.maximum(rtol * length(rows), (atol / widened(scale)).to(b.dtype).squeeze(1))
+            if (
+                x0 is not None
+            ):  # a right-hand side of 0 starts from 0, because no residual is small relative to it
+                x0 = torch.where((rows != 0).any(-1, keepdim=True), x0.detach() / scale, 0.0)
+            limits = Limits(tolerance, self.max_steps)
+            found = self.solver.run(self.system.constant_rows, rows, x0, self.precondition, limits)
+        return found, rows, scale, tolerance
 
     def attached(
-        self,
-        x: Tensor,
-        product: Tensor,
-        b: Tensor,
-        limits: Limits,
-        results: tuple[Result, ...],
-        rtol: float,
-        order: int,
+        self, x: Tensor, product: Tensor, b: Tensor, results: Sequence[Result], rtol: float, order: int
     ) -> Tensor:
         """Make the solution differentiable by the implicit function theorem, if it holds."""
         for result in results:
@@ -203,45 +192,35 @@ class _SystemSolver:
                     f"{result.value}"
                 )
                 return refuse_derivatives(x, sentence, b, product)
-        relative = (limits.tolerance / length(b)).nan_to_num(0.0, posinf=0.0)
-        rtol = max(rtol, float(relative.max()) if len(b) else 0.0)
         converges = all(result is Result.CONVERGED for result in results)
-        adjoint = partial(
-            self.adjoint,
-            rtol=rtol,
-            max_steps=limits.max_steps,
-            expects_convergence=converges,
-        )
+
+        def adjoint(g: Tensor) -> Tensor:
+            """Solve for a cotangent."""
+            run, _, scale, _ = self.run(g, rtol)
+            found = {RESULTS[int(index)] for index in to_list(run.status)}
+            for result in found:
+                if result not in APPROXIMATE:
+                    raise SolveError(f"{CALL}: the solve of its derivative failed: {result.value}")
+            if converges and Result.MAX_STEPS in found:
+                warn(
+                    f"{CALL}: the solution converged and the solve of its derivative did not within "
+                    f"{self.max_steps} steps. Raise max_steps, or rtol for both."
+                )
+            return run.x * scale
+
         products = self.system.multiply
         inverse = Inverse(products, adjoint, adjoint, order, products)  # of a symmetric map
         return attach_linear(products, inverse, b, x, product, order)
 
-    def adjoint(self, g: Tensor, *, rtol: float, max_steps: int, expects_convergence: bool) -> Tensor:
-        """Solve for a cotangent."""
-        # Rows are scaled to size one, because the squares of small cotangents may vanish.
-        scale = g.detach().abs().amax(-1, keepdim=True)
-        rows = g.detach() / torch.where(scale > 0, scale, 1.0)
-        run = self.off_the_tape(rows, None, Limits(rtol * length(rows), max_steps))
-        results = {RESULTS[int(index)] for index in to_list(run.status)}
-        for result in results:
-            if result not in APPROXIMATE:
-                raise SolveError(f"{CALL}: the solve of its derivative failed: {result.value}")
-        if expects_convergence and Result.MAX_STEPS in results:
-            warn(
-                f"{CALL}: the solution converged and the solve of its derivative did not within {max_steps} steps. "
-                "Raise max_steps, or rtol for both."
-            )
-        return run.x * scale
 
-
-def _true_residuals(status: Tensor, product: Tensor, b: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+def _true_residuals(status: Tensor, product: Tensor, b: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor]:
     """Return the status and the norms of the true residuals.
 
     A row has stagnated if it has converged only by the recurrence.
     """
     residuals = length(b - product)
     # In a correct solve, the sum of many small steps also differs from the recurrence by rounding.
-    slack = 10 * limits.tolerance + 10 * torch.finfo(b.dtype).eps * length(b)
+    slack = 10 * tolerance + 10 * torch.finfo(b.dtype).eps * length(b)
     is_false = (status == RESULTS.index(Result.CONVERGED)) & (residuals > slack)
     return torch.where(is_false, RESULTS.index(Result.STAGNATED), status), residuals
 

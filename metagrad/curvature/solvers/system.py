@@ -82,20 +82,12 @@ def check_vector(name: str, vector: Tensor, operator: LinearMap, like: Tensor | 
     n = operator.shape[0]
     if not is_a(vector, Tensor):
         raise TypeError(f"{CALL}: {name} must be a tensor, got {type(vector).__name__}.")
-    if vector.ndim not in (1, 2) or vector.shape[-1] != n:
-        raise ValueError(
-            f"{CALL}: operator is {tuple(operator.shape)}, so {name} must be [{n}] or rows [k, {n}], got "
-            f"{list(vector.shape)}."
-        )
     count = getattr(operator, "num_matrices", None)
-    if count is not None and vector.shape != (count, n):
-        raise ValueError(
-            f"{CALL}: operator has {count} matrices, so {name} must be rows [{count}, {n}], got {list(vector.shape)}."
-        )
-    if like is not None and vector.shape != like.shape:
-        raise ValueError(
-            f"{CALL}: {name} must have the shape {list(like.shape)} of b, got {list(vector.shape)}."
-        )
+    expected = f"{[n]} or rows [k, {n}]" if count is None else f"rows {[count, n]}, one for each matrix"
+    fits = vector.ndim in (1, 2) and vector.shape[-1] == n and count in (None, len(vector))
+    if not fits or (like is not None and vector.shape != like.shape):
+        expected = expected if like is None else f"{list(like.shape)} as b"
+        raise ValueError(f"{CALL}: {name} must be {expected}, got {list(vector.shape)}.")
     for what, error in (("dtype", TypeError), ("device", ValueError)):
         got, expected = getattr(vector, what), getattr(operator, what)
         if got != expected:
