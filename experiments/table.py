@@ -42,10 +42,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("experiments.table")
 PILOT = 30  # outer steps that measure the time of one step
 TIME, PEAK = "time/outer_step(ms)", "memory/peak(MiB)"
-AFTER, BEFORE = "test/accuracy(%)", "test/accuracy_before(%)"
-HEADER = (
-    "algorithm, accuracy (%), of each seed, before, inner steps, batch norm, outer steps, min, MiB, papers"
-)
+METRICS = {
+    "accuracy (%)": ("test/accuracy(%)", "test/accuracy_before(%)"),
+    "query loss": ("test/query_loss", "test/query_loss_before"),
+}
+"""The result after and before adaptation, by the title of its column. Curves have no accuracy."""
+HEADER = [
+    "algorithm",
+    "of each seed",
+    "before",
+    "inner steps",
+    "batch norm",
+    "outer steps",
+    "min",
+    "MiB",
+    "papers",
+]
 SHORT = ["evaluate.tasks=2", "evaluate.validation_tasks=2", "memory.enabled=false", "log.every=5"]
 
 
@@ -162,8 +174,9 @@ def write(config: Table, experiment: str) -> None:
         name: [folder / experiment / name / str(seed) for seed in config.seeds] for name in config.algorithms
     }
     finished = {name: [cell for cell in own if (cell / result.FILE).exists()] for name, own in cells.items()}
-    header: list[str] = list(HEADER.split(", "))
-    rows = [[name, *_values(finished[name]), papers.get(name, "-")] for name in cells]
+    title = _title([cell for own in finished.values() for cell in own])
+    header = [*HEADER[:1], title, *HEADER[1:]]
+    rows = [[name, *_values(finished[name], *METRICS[title]), papers.get(name, "-")] for name in cells]
     lines = [
         f"# {experiment}",
         "",
@@ -196,13 +209,19 @@ def read(cell: Path) -> dict[str, Any]:
     return json.loads((cell / result.FILE).read_text())
 
 
-def _values(cells: list[Path]) -> list[str]:
+def _title(cells: list[Path]) -> str:
+    """Return the title of the first metric that the runs have."""
+    known = {name for cell in cells for name in read(cell)["metrics"]}
+    return next((title for title, (after, _) in METRICS.items() if after in known), "accuracy (%)")
+
+
+def _values(cells: list[Path], metric: str, first: str) -> list[str]:
     """Return the columns between the name of an algorithm and what papers report."""
     if not cells:
-        return ["-"] * (len(HEADER) - 2)
+        return ["-"] * (len(HEADER) - 1)
     outcomes, costs = [read(cell) for cell in cells], [read_rows(cell / "costs.jsonl") for cell in cells]
-    after = [Interval(**one["metrics"][AFTER]) for one in outcomes]
-    before = [one["metrics"][BEFORE]["mean"] for one in outcomes if BEFORE in one["metrics"]]
+    after = [Interval(**one["metrics"][metric]) for one in outcomes]
+    before = [one["metrics"][first]["mean"] for one in outcomes if first in one["metrics"]]
     trained, tested = (outcomes[0]["protocol"][f"inner_steps_{when}"] for when in ("train", "test"))
     spent = [
         one["step"] * statistics.median(series(rows, TIME)[1])
@@ -210,8 +229,8 @@ def _values(cells: list[Path]) -> list[str]:
     ]
     return [
         str(pooled(after)),
-        ", ".join(f"{one.mean:.1f}" for one in after),
-        f"{statistics.mean(before):.1f}" if before else "-",
+        ", ".join(f"{one.mean:.3g}" for one in after),
+        f"{statistics.mean(before):.3g}" if before else "-",
         "-" if trained is None else f"{trained}, {tested} in the test",
         outcomes[0]["protocol"]["batch_norm"],
         ", ".join(map(str, sorted({one["step"] for one in outcomes}))),
@@ -230,7 +249,7 @@ def _protocol(cells: list[Path], config: Table) -> list[str]:
         f"Test tasks: {protocol['tasks']}, {protocol['test_tasks']} a seed. Meta-batch: {protocol['meta_batch']}. "
         f"Budget of a cell, {budget}.",
         "",
-        "Accuracy is the mean over seeds with the 95 % confidence interval over all their test tasks; minutes are "
+        "A result is the mean over seeds with the 95 % confidence interval over all their test tasks; minutes are "
         "outer steps times the median time of one; MiB are the peak of the process on a CPU, of the allocator on a "
         "GPU.",
     ]

@@ -23,9 +23,8 @@ PAGES += REPOSITORY.glob("docs/tutorials/*.md")
 COMMAND = re.compile(r"(?:torchrun .*-m |python -m )((?:experiments|metagrad)\.[\w.]+)(.*)")
 TINY = " ".join(("", *FAST, "iterations=2", "evaluate.every=2", "memory.enabled=false"))
 QUICK = " --rounds 1 --seconds 0.1 --methods 'textbook loop' 'metagrad, \"full\"'"
-GRID = (
-    " iterations=2 experiments=[sinusoid] algorithms=[maml] 'seeds=[0]' 'overrides=[debug=fast,logger=none]'"
-)
+GRID = " minutes=0.05 iterations=null experiments=[sinusoid] algorithms=[maml] 'seeds=[0]'"
+GRID += """ "overrides=['debug=fast','logger=none']\""""
 SECONDS = ",".join(
     f"{w}:0.3" for w in ["poisson", "helmholtz", "burgers", "allen_cahn", "logistic", "conv4", "transformer"]
 )
@@ -40,7 +39,7 @@ SMALL = {
     "studies": " preset=small",
     "studies.optimizers ": f" {OPTIMIZERS}",
     "studies.equations": " poisson --seconds 2",
-    "studies.hypergradients": " --size 8 --steps 8",
+    "studies.hypergradients": " --size 8 --steps 64",
     "studies.scale": "",
     "benchmarks.maml": QUICK,
     "benchmarks.sparse ": " --rounds 1",
@@ -130,7 +129,7 @@ def test_a_printed_command_runs(folder, command):
     if found := re.search(r"(outputs|multirun)/[\w/]+", command):
         where = f"hydra.run.dir={found[0]}" if found[1] == "outputs" else f"-m hydra.sweep.dir={found[0]}"
         if "resume=" in command or "experiments.train" not in command:
-            execute(f"python -m experiments.train{TINY} {where}", folder)
+            execute(f"python -m experiments.train {where}{TINY}", folder)
     execute(command, folder)
 
 
