@@ -185,13 +185,17 @@ class Read(NamedTuple):
 
     Attributes:
         module: The class and the path of the module.
+        value: The parameter, or the tensor that is substituted for it.
         is_original: False if another tensor is substituted for the parameter.
         is_reentrant: Whether :func:`torch.utils.checkpoint` with ``use_reentrant=True`` calls the module.
+        is_hidden: Whether an ``autograd.Function`` calls the module, so that its graph lacks the parameter.
     """
 
     module: str
+    value: Tensor
     is_original: bool
     is_reentrant: bool
+    is_hidden: bool
 
 
 @contextlib.contextmanager
@@ -219,6 +223,7 @@ class _RecordingDict(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         if value is not None and value.requires_grad:
-            is_reentrant = not torch.is_grad_enabled() and on_the_stack(CheckpointFunction.forward)
-            self.reads.append(Read(self.name, value is self.first[name], is_reentrant))
+            is_hidden = not torch.is_grad_enabled() and on_the_stack(torch.autograd.Function.apply)
+            is_reentrant = is_hidden and on_the_stack(CheckpointFunction.forward)
+            self.reads.append(Read(self.name, value, value is self.first[name], is_reentrant, is_hidden))
         return value

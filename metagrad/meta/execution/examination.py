@@ -78,13 +78,14 @@ class Examination:
         forward: list[Read] = []
         backward: list[Read] = []
         nodes: list[Node] = []
+        without: set[int] = set()
         try:
             with torch.enable_grad():
                 with self._noted(forward):
                     loss = self.probe(params)
                 nodes += graph_nodes([loss])
                 with self._noted(backward):
-                    self._differentiate(loss, params)
+                    without |= self._differentiate(loss, params)
                 if loop is None and not any(read.is_original for read in backward):
                     first = ModuleSnapshot(paths)  # the first call may initialize attributes
                     drawn = random.moved() - {"torch"}
@@ -99,6 +100,12 @@ class Examination:
             state.put_back(values=True)
             random.restore()
         self._refuse(forward, nodes)
+        for read in forward:
+            if read.is_hidden and id(read.value) in without:
+                raise ValueError(
+                    f"{self.name}(batch): an autograd.Function that calls {read.module} gives no gradient here. Pass "
+                    "the parameters to apply() and return their gradients, or call metagrad.checkpoint in its place."
+                )
         rerun = next((read.module for read in backward if read.is_original), None)
         return Findings(loop, rerun, tuple(custom_functions(nodes)) if params else ())
 
@@ -109,22 +116,25 @@ class Examination:
             return contextlib.nullcontext()
         return noted_reads(self.model, reads)
 
-    def _differentiate(self, loss: Tensor, params: Params) -> None:
+    def _differentiate(self, loss: Tensor, params: Params) -> set[int]:
+        """Run a backward pass, and return the ids of parameters that have no gradient."""
         inputs = [p for p in (*params.values(), *self.model.parameters()) if p.requires_grad]
-        if loss.requires_grad:
-            torch.autograd.grad(loss, inputs, torch.ones_like(loss), allow_unused=True)
+        if not loss.requires_grad:
+            return set()
+        grads = torch.autograd.grad(loss, inputs, torch.ones_like(loss), allow_unused=True)
+        return {id(p) for p, g in zip(params.values(), grads, strict=False) if g is None}
 
     def _refuse(self, forward: Sequence[Read], nodes: Sequence[Node]) -> None:
         """Raise ``ValueError`` if inner gradients would be wrong."""
-        for module, _, is_reentrant in forward:
-            if is_reentrant:
+        for read in forward:
+            if read.is_reentrant:
                 raise ValueError(
-                    f"{self.name}(batch): torch.utils.checkpoint(..., use_reentrant=True) around {module} gives no "
-                    "gradient here. Pass use_reentrant=False, or call metagrad.checkpoint there."
+                    f"{self.name}(batch): torch.utils.checkpoint(..., use_reentrant=True) around {read.module} "
+                    "gives no gradient here. Pass use_reentrant=False, or call metagrad.checkpoint there."
                 )
-        read = {id(node.variable) for node in nodes if hasattr(node, "variable")}  # type: ignore[attr-defined]
+        variables = {id(node.variable) for node in nodes if hasattr(node, "variable")}  # type: ignore[attr-defined]
         for name, p in self.params.items():
-            if id(p) in read:
+            if id(p) in variables:
                 raise ValueError(
                     f"{self.name}(model, loss_fn): the loss of a task reads the parameter {name!r} of the model "
                     "directly, so inner steps would ignore that term. Compute the loss from predictions and "

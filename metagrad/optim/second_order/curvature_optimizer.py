@@ -128,6 +128,14 @@ def accumulate(leaf: Tensor, gradient: Tensor) -> None:
         hook(leaf)
 
 
+def loss_of_before(name: str) -> RuntimeError:
+    """Return the error for a closure that does not compute its loss at every call."""
+    return RuntimeError(
+        f"{name}.step(closure): the closure is called again at other parameters, and must compute the loss anew at "
+        "every call. Call the model and the loss function inside the closure, before loss.backward()."
+    )
+
+
 class CurvatureOptimizer(RuleOptimizer):
     """An optimizer that computes curvature while the graph of a loss is alive.
 
@@ -245,8 +253,13 @@ class CurvatureOptimizer(RuleOptimizer):
                 f"{type(self).__name__}.step(closure): GradScaler takes no closure. Call "
                 "opt.backward(scaler.scale(loss)), then scaler.step(opt)."
             )
-        with torch.enable_grad(), self.recording():
-            return closure()
+        try:
+            with torch.enable_grad(), self.recording():
+                return closure()
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise loss_of_before(type(self).__name__) from error
 
     def _move(self) -> None:
         self._refuse_averaged()

@@ -114,6 +114,20 @@ def test_forms_of_a_closure(case):
         assert_near(after(case, loop_by(form)), expected)
 
 
+@of_cases(lambda case: case.traits & {"told", "model"} and "calls again" not in case.traits)
+def test_a_closure_whose_loss_was_computed_outside_of_it_is_refused(case):
+    model = network()
+    opt = optimizer(case, model)
+    loss = classification(model)()
+
+    def closure():
+        loss.backward()
+        return loss
+
+    with pytest.raises((RuntimeError, ValueError), match=rf"{case.name}.*(anew at every|inside the closure)"):
+        [opt.step(closure) for _ in range(2)]
+
+
 def test_a_closure_without_a_backward_pass_is_warned_of():
     model = torch.nn.Linear(2, 1)
     opt = AdaHessian(model.parameters())
