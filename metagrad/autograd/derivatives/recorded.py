@@ -38,6 +38,7 @@ class Recorded:
         outputs: The flat outputs, ``[m]``.
         parts: The outputs as they were given.
         inputs: The parameters.
+        create_graph: As given.
 
     Example:
         >>> from metagrad.autograd.derivatives.recorded import Recorded
@@ -68,7 +69,7 @@ class Recorded:
         with torch.enable_grad():
             flat = [z.reshape(-1) for z in outputs]
             self.outputs: Tensor = flat[0] if len(flat) == 1 else torch.cat(flat)
-        self._create_graph = create_graph
+        self.create_graph = create_graph
         self._sizes = [p.numel() for p in self.inputs]
         self._transposed: Recorded | None = None
         self._seen = [(name, p, p._version, p.data_ptr()) for name, p in self.params.items() if has_memory(p)]
@@ -76,7 +77,7 @@ class Recorded:
     @property
     def on_tape(self) -> bool:
         """True if products are differentiable at the moment."""
-        return self._create_graph and torch.is_grad_enabled()
+        return self.create_graph and torch.is_grad_enabled()
 
     def pull(self, cotangents: Tensor) -> Tensor:
         """Multiply the transposed Jacobian by a cotangent ``[m]``, or by ``[k, m]`` in one backward pass."""
@@ -116,7 +117,7 @@ class Recorded:
         named = list(self.params.items())
         outputs = [self.parts[i] for i in places] if is_symmetric else self.parts
         params = dict(named[i] for i in places)
-        return Recorded(self.call, outputs, params, create_graph=self._create_graph)
+        return Recorded(self.call, outputs, params, create_graph=self.create_graph)
 
     def refuse_moved(self) -> None:
         """Raise ``ValueError`` if a parameter was modified after the graph was recorded."""
@@ -131,13 +132,13 @@ class Recorded:
 
     def _transpose(self) -> Recorded:
         """Record the backward pass for a variable cotangent, in which it is linear."""
-        refuse_order(self.call, [self.outputs], self.inputs, 3 if self._create_graph else 2)
+        refuse_order(self.call, [self.outputs], self.inputs, 3 if self.create_graph else 2)
         with torch.enable_grad():
             u = torch.zeros_like(self.outputs, requires_grad=True)
             products = graph_vjp([self.outputs], self.inputs, [u], create_graph=True)
         _refuse_sparse(self.call, self.params, products)
         filled = zeros_for_none(products, self.inputs)
-        transposed = Recorded(self.call, filled, {"u": u}, create_graph=self._create_graph)
+        transposed = Recorded(self.call, filled, {"u": u}, create_graph=self.create_graph)
         transposed._seen = self._seen
         return transposed
 

@@ -67,16 +67,10 @@ def _forms(probes: Tensor, products: Tensor) -> Tensor:
     return torch.stack([(probes * products).sum(1), products.square().sum(1)], 1)
 
 
-class ExactTrace(Estimator):
-    """Sum the diagonal, from a product with each row of the identity."""
+class ExactTrace(Hutchinson):
+    """The sum of the diagonal, from products with the n unit vectors."""
 
     name = "exact"
-    has_subspace = False
-
-    def __init__(self, probing: ProbeSampler) -> None:
-        self.probing = probing
-        self.diagonal: Tensor = probing.zeros(0)
-        self.squares: Tensor = probing.zeros(0)
 
     def extend(self, products: int) -> None:
         """Make all n products, for any ``products``."""
@@ -84,14 +78,12 @@ class ExactTrace(Estimator):
         for start in range(0, probing.n, probing.rows):
             units = probing.zeros(min(probing.rows, probing.n - start), probing.n)
             units.diagonal(start).fill_(1)
-            found = widened(probing.multiply(units))
-            self.diagonal = torch.cat([self.diagonal, found.diagonal(start)])
-            self.squares = torch.cat([self.squares, found.detach().square().sum(1)])
+            self.add(units, probing.multiply(units))
 
     def estimate(self) -> Estimate:
         """Return the trace, with a bound on its rounding error."""
         bound = self.probing.rounding(self.squares.sum().sqrt())
-        return Estimate(self.diagonal.sum(), bound, 0, self.probing.matvecs, self.name, quantity="trace")
+        return Estimate(self.samples.sum(), bound, 0, self.probing.matvecs, self.name, quantity="trace")
 
 
 class HutchPlusPlus(Estimator):

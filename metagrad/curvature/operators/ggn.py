@@ -99,14 +99,7 @@ class GaussNewtonOperator(GraphOperator):
     r""":math:`J^\top M J` of one batch, where :math:`M` is a matrix on the outputs."""
 
     def __init__(self, evaluation: ModelEvaluation, output_matrix: OutputMatrix, chunk: int) -> None:
-        problem = evaluation.problem
-        super().__init__(
-            problem.space,
-            evaluation.loss,
-            evaluation.recorded,
-            chunk=chunk,
-            create_graph=problem.create_graph,
-        )
+        super().__init__(evaluation.problem.space, evaluation.loss, evaluation.recorded, chunk=chunk)
         self._output_matrix = output_matrix
         self._source = evaluation.loss
 
@@ -117,7 +110,7 @@ class GaussNewtonOperator(GraphOperator):
         """The flat gradient of the loss."""
         self._refuse_closed()
         params = self._recorded.params
-        of_loss = Recorded("gradient", [self._source], params, create_graph=self._create_graph)
+        of_loss = Recorded("gradient", [self._source], params, create_graph=self._recorded.create_graph)
         return of_loss.pull(torch.ones_like(of_loss.outputs))
 
     def _product(self, v: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def hessian(
 
     def of_loss(loss: Tensor, leaves: dict[str, Tensor]) -> HessianOperator:
         recorded = recorded_gradient(_CALL, loss, leaves, create_graph=create_graph)
-        return HessianOperator(space, loss, recorded, chunk=size, create_graph=create_graph)
+        return HessianOperator(space, loss, recorded, chunk=size)
 
     if isinstance(loss, Tensor):
         if data is not None:
@@ -148,7 +148,7 @@ class HessianOperator(GraphOperator):
         """The flat gradient at the parameters. ``H.space.unflatten(H.gradient)`` returns its parts by name."""
         if self.is_closed:
             return self._gradient
-        return self._recorded.outputs if self._create_graph else self._recorded.outputs.detach()
+        return self._recorded.outputs if self._recorded.create_graph else self._recorded.outputs.detach()
 
     def mixed(self, vector: Tensor, others: Sequence[Tensor]) -> list[Tensor | None]:
         r"""Differentiate :math:`\langle \nabla L, v \rangle` with respect to other tensors that the loss depends on.

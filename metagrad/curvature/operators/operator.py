@@ -419,9 +419,8 @@ class GraphOperator(Operator):
     Args:
         space: The parameters.
         loss: The loss of the batch.
-        recorded: The outputs with their graph.
+        recorded: The outputs with their graph. Loss and gradient are differentiable if its products are.
         chunk: Working memory of products that are computed together, in bytes.
-        create_graph: Make the loss, the gradient and the products differentiable.
 
     Attributes:
         loss: The loss at the parameters.
@@ -431,15 +430,12 @@ class GraphOperator(Operator):
     is_symmetric: ClassVar[bool]
     """True if the outputs are a gradient, so their Jacobian is symmetric."""
 
-    def __init__(
-        self, space: ParameterSpace, loss: Tensor, recorded: Recorded, *, chunk: int, create_graph: bool
-    ) -> None:
+    def __init__(self, space: ParameterSpace, loss: Tensor, recorded: Recorded, *, chunk: int) -> None:
         super().__init__(space)
-        self.loss: Tensor = loss if create_graph else loss.detach()
+        self.loss: Tensor = loss if recorded.create_graph else loss.detach()
         self.count: float | Tensor | None = None
         self._recorded = recorded
         self._chunk = chunk
-        self._create_graph = create_graph
         self._batched = BatchedVjp()
         self._blocks: list[Operator] = []
 
