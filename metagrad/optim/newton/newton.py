@@ -13,6 +13,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import linalg
+from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import HALF, Params, widened
 from metagrad.curvature.operators.ggn import flattened
 from metagrad.curvature.solvers.cg import ConjugateGradients
@@ -405,7 +406,7 @@ class NewtonCG(VectorOptimizer):
         """Return the backward passes of a closure for a part of the data, without other effects of the closure."""
         kept, self._passes, self._is_moving = self._passes, None, True
         try:
-            with without_gradients(self._all_params()), self._buffers.kept():
+            with without_gradients(self._all_params()), own_buffers(self._modules):
                 super()._evaluated(closure)
                 if self._passes is None:
                     raise RuntimeError(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from metagrad.core.capture import RandomState
-from metagrad.core.substitution import exchanged
+from metagrad.core.reach import Reached
+from metagrad.core.substitution import exchanged, own_buffers
 from metagrad.core.tree import Params, widened
 from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, loss_of_before
 from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad, as_number
@@ -47,6 +47,10 @@ class VectorOptimizer(CurvatureOptimizer):
     own_to_groups: ClassVar[Sequence[str]] = ("lr", "weight_decay")
     """The options in which groups may differ."""
     _closure: Callable[[], Any] | None = None  # of the step in progress
+    _seen: weakref.ref[Callable[[], Any]] | None = None  # the last closure
+    _modules: Sequence[
+        nn.Module
+    ] = ()  # which it reaches. Their buffers move only in the first call of a step
     _first_result: Any = None  # its result at the start of the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -58,16 +62,17 @@ class VectorOptimizer(CurvatureOptimizer):
         Returns:
             The result of the first call of the closure, without its graph.
         """
-        self._closure, self._random, self._buffers = closure, RandomState(), ModuleBuffers()
+        self._closure, self._random = closure, RandomState()
+        if closure is not None and (self._seen is None or self._seen() is not closure):
+            self._seen, self._modules = weakref.ref(closure), Reached(closure).modules
         try:
             return super().step(closure)
         finally:
-            del self._closure, self._random, self._buffers
+            del self._closure, self._random
             self._first_result = None
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        with self._buffers.noticed():
-            result = super()._evaluated(closure)
+        result = super()._evaluated(closure)
         self._first_result = result if closure is self._closure else self._first_result
         return result
 
@@ -80,7 +85,7 @@ class VectorOptimizer(CurvatureOptimizer):
         }
         with (
             self._random.restored(),
-            self._buffers.kept(),
+            own_buffers(self._modules),
             without_gradients(self._all_params()),
             exchanged(values),
             torch.enable_grad(),
@@ -157,56 +162,6 @@ class VectorOptimizer(CurvatureOptimizer):
 def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:
     """Return the scalar that ``loss.backward(gradient)`` differentiates."""
     return widened(loss.reshape(()) if gradient is None else (loss * gradient).sum()).detach()
-
-
-_CALLS_HOOKS_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on modules"
-
-
-class ModuleBuffers:
-    """The buffers of the modules that a closure calls, such as the running statistics of BatchNorm."""
-
-    def __init__(self) -> None:
-        self._modules: dict[int, nn.Module] = {}
-        self._tensors: dict[int, Tensor] = {}
-
-    @contextlib.contextmanager
-    def noticed(self) -> Generator[None]:
-        """Note the modules that are called meanwhile, with their parts."""
-        # catch_warnings at each step would reset the warnings that Python shows only once.
-        if not any(getattr(f[1], "pattern", f[1]) == _CALLS_HOOKS_TWICE for f in warnings.filters):
-            warnings.filterwarnings("ignore", _CALLS_HOOKS_TWICE)
-        handle = register_module_forward_pre_hook(lambda module, _: self._notice(module))
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _notice(self, called: nn.Module) -> None:
-        if id(called) in self._modules:
-            return
-        for module in called.modules():
-            self._modules[id(module)] = module
-            # Buffers of functional_call are not in the modules later.
-            self._tensors |= {id(buffer): buffer for buffer in module._buffers.values() if buffer is not None}
-
-    @contextlib.contextmanager
-    def kept(self) -> Generator[None]:
-        """Undo what happens to the buffers meanwhile, whether they are written in place or replaced."""
-        bound = [
-            (module._buffers, dict(module._buffers)) for module in self._modules.values() if module._buffers
-        ]
-        own = {id(b): b for _, buffers in bound for b in buffers.values() if b is not None}
-        kept = [(buffer, buffer.data) for buffer in (self._tensors | own).values()]
-        for buffer, data in kept:
-            buffer.data = data.clone()
-        try:
-            yield
-        finally:
-            for buffer, data in kept:
-                buffer.data = data
-            for buffers, before in bound:
-                if any(buffers[name] is not buffer for name, buffer in before.items()):
-                    buffers.update(before)
 
 
 @contextlib.contextmanager
