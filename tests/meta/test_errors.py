@@ -386,6 +386,7 @@ def test_labels(task_chunk):
                 "labels must lie in 0..2.*from 1 to 3": run(LABELS + 1, loss),
                 "labels must lie in 0..2.*from -1 to 1": run(LABELS - 1, loss),
                 "labels must be int64, got torch.int32. Pass y.long()": run(LABELS.int(), loss),
+                "labels must be int64, got torch.float32. Pass y.long()": run(LABELS.float(), loss),
                 r"shape of the predictions, \(6, 3\), as one-hot vectors.* y.argmax\(-1\)": run(hot, loss),
                 r"one class for each example, \(6,\) per task, got \(6, 1\)": run(LABELS.unsqueeze(-1), loss),
             }

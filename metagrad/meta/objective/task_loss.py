@@ -153,7 +153,7 @@ class TaskLoss:
                 raise TypeError(
                     f"{self.name}(batch): targets must be floating-point, got {y.dtype}. Pass y.float()."
                 )
-        elif ignored_label(self.loss_fn) is not None and not y.is_floating_point():
+        elif ignored_label(self.loss_fn) is not None and not (y.is_floating_point() and shape == targets):
             _check_classes(f"{self.name}(batch)", y.dtype, targets, shape)
 
     def check_loss(self, loss: object, num_axes: int = 0) -> None:
