@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from metagrad.autograd.derivatives.recorded import Recorded, recorded_gradient, split_rows
+from metagrad.autograd.derivatives.recorded import (
+    Recorded,
+    recorded_gradient,
+    rows_of,
+    split_rows,
+    tensors_of,
+)
 from metagrad.core.checks import check_count, check_function, is_a
 from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes, is_transformed
@@ -118,14 +124,14 @@ def implicit_diff(
 
     def residual(rows: Tensor) -> Tensor:
         with torch.enable_grad(), every_order():
-            again = inner_loss(dict(zip(hessians.names, hessians.split(rows), strict=True)))
+            again = inner_loss(dict(zip(hessians.names, tensors_of(rows, hessians.leaves), strict=True)))
         assert isinstance(again, Tensor)
         return -torch.autograd.grad(again.sum(), rows, create_graph=True)[0]
 
     inverse = Inverse(residual, solve, solve, order, None, f"{call[:-1]}, order={{}})")
-    x, slope = hessians.join(hessians.leaves).detach(), hessians.slopes
+    x, slope = rows_of(hessians.leaves, hessians.num_matrices).detach(), hessians.slopes
     rows = attach(inverse, x, -slope, order)
-    found = dict(zip(hessians.names, hessians.split(rows), strict=True))
+    found = dict(zip(hessians.names, tensors_of(rows, hessians.leaves), strict=True))
     return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
 
 
@@ -181,8 +187,8 @@ class _TaskHessians:
         self.num_matrices: int = len(losses) if losses.ndim else 1
         self.dtype: torch.dtype = self.leaves[0].dtype
         self.device: torch.device = self.leaves[0].device
-        self._sizes = [leaf.numel() // self.num_matrices for leaf in self.leaves]
-        self.shape: tuple[int, int] = (sum(self._sizes), sum(self._sizes))
+        size = sum(leaf.numel() for leaf in self.leaves) // self.num_matrices
+        self.shape: tuple[int, int] = (size, size)
         self._recorded = recorded_gradient(call, losses.sum(), params)
         self.slopes: Tensor = self._rows(self._recorded.outputs)
         self._penalty = None if split is None else split.penalty
@@ -193,19 +199,10 @@ class _TaskHessians:
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """Multiply each row with its own matrix."""
-        v = torch.cat([part.reshape(-1) for part in self.split(vectors)])
+        v = torch.cat([part.reshape(-1) for part in tensors_of(vectors, self.leaves)])
         if self._penalty is None:
             return self._rows(self._recorded.pull(v))
         return self._rows(self._model.pull(self._loss.pull(self._model.push(v)))) + self._penalty * vectors
 
     def _rows(self, flat: Tensor) -> Tensor:
-        return self.join(split_rows(flat, self.leaves))
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return tensors like the parameters as rows ``[tasks, n]``."""
-        return torch.cat([part.reshape(self.num_matrices, -1) for part in parts], 1)
-
-    def split(self, rows: Tensor) -> list[Tensor]:
-        """Invert :meth:`join`."""
-        parts = zip(rows.split_with_sizes(self._sizes, 1), self.leaves, strict=True)
-        return [part.reshape(leaf.shape) for part, leaf in parts]
+        return rows_of(split_rows(flat, self.leaves), self.num_matrices)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import Recorded
+from metagrad.autograd.derivatives.recorded import Recorded, rows_of, tensors_of
 from metagrad.core._torch import linalg
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a, warn
@@ -256,21 +256,15 @@ class RootProblem:
                 f"{call}: with batch_ndim=1, all tensors must be [k, ...], got {[*map(list, rows)]}."
             )
         self._call, self._f, self._order, self.evaluations = call, f, order, 0
-        self._shapes = [leaf.shape for leaf in leaves]
+        self._leaves = [leaf.detach() for leaf in leaves]
         self._k = leaves[0].shape[0] if batch_ndim else 1
-        self._sizes = [leaf.numel() // max(self._k, 1) for leaf in leaves]
-        self.start: Tensor = self.rows([leaf.detach() for leaf in leaves])
+        self.start: Tensor = rows_of(self._leaves, self._k)
         self._modules = Reached(f).modules
         self._random: RandomState | None = None
 
-    def rows(self, leaves: list[Tensor]) -> Tensor:
-        """Return tensors as rows."""
-        return torch.cat([leaf.reshape(self._k, -1) for leaf in leaves], 1)
-
     def tree(self, rows: Tensor) -> Any:
         """Return rows in the form of the start."""
-        parts = zip(rows.split_with_sizes(self._sizes, 1), self._shapes, strict=True)
-        return tree_unflatten([part.reshape(shape) for part, shape in parts], self._form)
+        return tree_unflatten(tensors_of(rows, self._leaves), self._form)
 
     def residual(self, rows: Tensor) -> Tensor:
         """Evaluate f. Every evaluation draws the same random numbers, and buffers stay."""
@@ -293,11 +287,11 @@ class RootProblem:
                 with every_order():
                     values = self._f(self.tree(rows))
         leaves, form = tree_flatten(values)
-        if form != self._form or [leaf.shape for leaf in leaves] != self._shapes:
+        if form != self._form or [leaf.shape for leaf in leaves] != [leaf.shape for leaf in self._leaves]:
             raise ValueError(
                 f"{self._call}: the values of the function must have the form and shapes of the start."
             )
-        return self.rows(leaves)
+        return rows_of(leaves, self._k)
 
     def attached(self, x: Tensor, solver: LinearSolver, rtol: float, order: int) -> Tensor:
         """Return the root with its derivatives."""

@@ -216,6 +216,17 @@ def refuse_order(call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
         refuse_missing(call, output, order=order, behind=behind)
 
 
+def rows_of(tensors: Sequence[Tensor], count: int) -> Tensor:
+    """Return tensors of ``count`` items each as rows ``[count, n]``."""
+    return torch.cat([tensor.reshape(count, -1) for tensor in tensors], 1)
+
+
+def tensors_of(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Invert :func:`rows_of`."""
+    parts = rows.split_with_sizes([t.numel() // max(len(rows), 1) for t in like], 1)
+    return [part.reshape(t.shape) for part, t in zip(parts, like, strict=True)]
+
+
 def split_rows(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Split ``[..., n]`` into ``[..., *shape]`` for tensors of n elements in all."""
     parts = rows.split_with_sizes([tensor.numel() for tensor in like], -1)

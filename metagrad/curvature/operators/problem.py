@@ -74,18 +74,13 @@ class ModelProblem:
         self._modules = Reached(model).modules
         if isinstance(model, nn.Module):
             check_substitutable(call, model.modules())
-            unknown = sorted(set(params) - set(_own(model)))
-            if unknown:
+            own, given = ({k: values_of(p).shape for k, p in each.items()} for each in (_own(model), params))
+            wrong = {name: list(shape) for name, shape in given.items() if own.get(name) != shape}
+            if wrong:
                 raise ValueError(
-                    f"{call}: the model has no parameters named {', '.join(map(repr, unknown))}. Take names from "
-                    "dict(model.named_parameters())."
+                    f"{call}: params must have names and shapes of the model's parameters, such as "
+                    f"dict(model.named_parameters()), got {wrong}."
                 )
-            for name, param in _own(model).items():
-                if name in params and values_of(params[name]).shape != param.shape:
-                    raise ValueError(
-                        f"{call}: {name!r} must have the shape {tuple(param.shape)} of the model's parameter, got "
-                        f"{tuple(values_of(params[name]).shape)}."
-                    )
 
     def evaluate(self, batch: Tree) -> ModelEvaluation:
         """Run model and loss on a batch ``(x, y)``.

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metagrad.core.checks import check_number
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.spectrum.quadrature import trace_of
 
 _CALL = "log_determinant(operator)"
 
 
-def log_determinant(
-    operator: LinearMap,
-    *,
-    damping: float = 0.0,
-    steps: int = 50,
-    probes: int | None = None,
-    rtol: float | None = None,
-    distribution: Distribution = "rademacher",
-    generator: torch.Generator | None = None,
-    chunk: str | int | float = "64MiB",
-) -> Estimate:
+def log_determinant(operator: LinearMap, *, damping: float = 0.0, **options: Any) -> Estimate:
     r"""Estimate the log-determinant of a positive definite operator by stochastic Lanczos quadrature.
 
     .. math:: \log \det(A + \delta I) = \mathrm{tr} \log(A + \delta I)
@@ -39,12 +29,8 @@ def log_determinant(
         operator: A symmetric map of n-vectors.
         damping: :math:`\delta \ge 0`, added to every eigenvalue. It costs nothing, because Krylov spaces do not
             change.
-        steps: Number of products for each probe, at most n.
-        probes: Number of probes, 16 by default. With ``rtol`` it is a maximum, 256 by default.
-        rtol: Stop if half the 95 % interval is at most ``rtol`` times the value.
-        distribution: Distribution of the probes, see :func:`metagrad.curvature.sample_probes`.
-        generator: Draws the probes.
-        chunk: Bytes for the bases of probes that are treated together, at least one basis of steps * n elements.
+        **options: ``steps``, ``probes``, ``rtol``, ``distribution``, ``generator`` and ``chunk`` as for
+            :func:`metagrad.curvature.trace_of`.
 
     Returns:
         The estimate of the natural logarithm. It has a first derivative if products are differentiable, see
@@ -85,10 +71,7 @@ def log_determinant(
             )
         return shifted.log()
 
-    estimate = trace_of(
-        operator, logarithm, steps=steps, probes=probes, rtol=rtol, distribution=distribution, generator=generator,
-        chunk=chunk, call=_CALL,
-    )  # fmt: skip
+    estimate = trace_of(operator, logarithm, call=_CALL, **options)
     return dataclasses.replace(estimate, quantity="log-determinant")
 
 
