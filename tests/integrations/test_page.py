@@ -1,0 +1,27 @@
+"""The programs of docs/integrations.md run with the libraries that they are for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs/integrations.md").read_text()
+PROGRAM = re.compile(r"^```python title=\"([\w, ]+)\"\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
+
+
+def require(*libraries: str) -> None:
+    """Skip a test unless libraries are installed."""
+    for library in libraries:
+        pytest.importorskip(library, reason=f"{library} is not installed, see the extra `integrations`")
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+@pytest.mark.filterwarnings("default")  # of the other libraries
+def test_the_program_of_a_section_runs(title, tmp_path, monkeypatch):
+    ((libraries, program),) = PROGRAM.findall(SECTIONS[title])
+    require(*libraries.split(", "))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, title, "exec"), {"__name__": "__main__"})
