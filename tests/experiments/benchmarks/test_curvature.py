@@ -43,6 +43,11 @@ def test_prints_time_and_peak_of_every_method(program, capsys, monkeypatch):
     assert all("of the peak of what is written by hand" in line for line in ratios)
 
 
+def test_gauss_newton_products_by_hand_are_ours():
+    work = tiny().few()
+    torch.testing.assert_close(bench.gauss_newton_by_hand(work)(), bench.gauss_newton_product(work)())
+
+
 @pytest.mark.parametrize(
     "method", [bench.hessian_product, bench.hessian_product_by_hand, bench.forward_over_reverse]
 )
@@ -71,7 +76,7 @@ def test_what_is_written_by_hand_is_what_ours_computes():
     work = replace(tiny().few(), probes=500)
     H = bench.hessian(work.loss, work.params, (work.x, work.y)).to_dense()
     values = torch.linalg.eigvalsh(H).flip(0)[: bench.NUM_EIGENVALUES]
-    for method in (bench.eigenvalues, bench.eigenvalues_by_hand):
+    for method in (bench.eigenvalues, bench.eigenvalues_by_scipy):
         torch.testing.assert_close(method(work)(), values, rtol=1e-4, atol=1e-4)
     error = 4 * (2 * H.square().sum() / work.probes).sqrt()
     assert (bench.trace_by_hand(work)() - H.trace()).abs() < error
