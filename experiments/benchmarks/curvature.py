@@ -1,9 +1,9 @@
 """Measure curvature products against a gradient: `python -m experiments.benchmarks.curvature [NAME ...]`.
 
 The models are a small and a large MLP, a CNN, a transformer with torch's MATH attention, and a ResNet-20 with batch
-normalization in evaluation mode. First every product is compared with forward-over-reverse in float64, on a few examples. Then the
-methods take turns, in a new order each round. The printed value is the median over rounds of the CPU time, divided by
-the CPU time of a gradient in the same round. Quote these ratios.
+normalization in evaluation mode. First every product is compared with forward-over-reverse in float64, on a few
+examples. Then the methods take turns, in a new order each round. The printed value is the median over rounds of the
+CPU time, divided by the CPU time of a gradient in the same round. Quote these ratios.
 
 The time of a product is the time of a further product of an existing operator. The time of probes is the time of
 the whole call, including the gradient, divided by their number. The time of eigenvalues is the time of the whole
