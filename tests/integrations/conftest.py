@@ -1,0 +1,15 @@
+"""Programs of other libraries start as in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _new_state_of_accelerate():
+    """Forget the precision that an earlier test chose for the process."""
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
