@@ -166,8 +166,8 @@ def checked_reruns(call: str, *, nested: bool = False) -> Generator[None]:
             is_wrong = not all(ref() is p for refs in known for ref, p in zip(refs, params, strict=True))
         if is_wrong:
             raise RuntimeError(
-                f"{call}: {type(module).__name__} runs again in the backward pass, without the parameters that "
-                "torch.func.functional_call puts into it for the forward pass. Call metagrad.checkpoint in place of "
+                f"{call}: {type(module).__name__} runs again in the backward pass, without the parameters that the "
+                "forward pass puts into it, as torch.func.functional_call does. Call metagrad.checkpoint in place of "
                 "torch.utils.checkpoint."
             )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import check_function, is_a
+from metagrad.core.substitution import checked_reruns
 from metagrad.core.tree import (
     Params,
     Tree,
@@ -128,7 +129,8 @@ class Problem:
     def _one_number(
         self, what: str, function: BilevelLoss, values: Params, hyper: Sequence[Tensor]
     ) -> Tensor:
-        loss = function(self.wrapped(values), self.hyper_of(hyper))
+        with checked_reruns(CALL):
+            loss = function(self.wrapped(values), self.hyper_of(hyper))
         if not is_a(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             got = f"{tuple(loss.shape)} of {loss.dtype}" if is_a(loss, Tensor) else type(loss).__name__
             raise ValueError(f"{CALL}: {what}(params, hyper) must return a real scalar, got {got}.")

@@ -16,7 +16,7 @@ from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a, warn
 from metagrad.core.norms import every_order
 from metagrad.core.reach import Reached
-from metagrad.core.substitution import own_buffers
+from metagrad.core.substitution import checked_reruns, own_buffers
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, tree_flatten, tree_unflatten
 from metagrad.curvature.linear_map import Rows
@@ -280,7 +280,8 @@ class RootProblem:
             return self._evaluated(rows)
 
     def _evaluated(self, rows: Tensor) -> Tensor:
-        with own_buffers(module for module in self._modules if module.training):
+        training = (module for module in self._modules if module.training)
+        with own_buffers(training), checked_reruns(self._call):
             if self._order == 1:
                 values = self._f(self.tree(rows))
             else:

@@ -236,6 +236,46 @@ def test_modules_of_a_step_that_the_user_writes(through, memory):
             last_loss()
 
 
+CURVED = {
+    "hessian": lambda loss, p, model, data: mg.hessian(loss, p, data).to_dense(),
+    "hvp": lambda loss, p, model, data: list(mg.hvp(lambda p: loss(p, *data), p, p).product.values()),
+    "ggn": lambda loss, p, model, data: mg.ggn(model, F.mse_loss, p, data).to_dense(),
+    "fisher": lambda loss, p, model, data: mg.fisher(model, F.mse_loss, p, data).to_dense(),
+    "kfac": lambda loss, p, model, data: mg.kfac(model, F.mse_loss, p, data).to_dense(),
+    "hypergradient": lambda loss, p, model, data: mg.hypergradient(
+        lambda p, c: loss(p, *data),
+        lambda p, c: loss(p, *data) + c * sum(v.square().sum() for v in p.values()),
+        p,
+        torch.tensor(9.0, dtype=torch.float64),
+    ),
+    "fixed_point": lambda loss, p, model, data: list(
+        mg.hypergrad.fixed_point(lambda p: {k: p[k] / 2 + loss(p, *data) / 9 for k in p}, p).value.values()
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "through"),
+    [*((name, again) for name in CURVED), *((name, mg.checkpoint) for name in CURVED if name != "kfac")],
+)
+def test_curvature_at_other_parameters_than_those_of_the_module(name, through):
+    model = Blocks(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), through=through).double()
+    (x, y), _ = batch()
+    params = {name: 1.5 * p.detach() for name, p in model.named_parameters()}
+
+    def found():
+        return CURVED[name](
+            lambda p, x, y: F.mse_loss(functional_call(model, p, (x,)), y), params, model, (x[0], y[0])
+        )
+
+    if through is again:
+        with pytest.raises(RuntimeError, match=rf"{name}.*Linear runs again.*metagrad\.checkpoint"):
+            found()
+        return
+    result, model.through = found(), lambda block, x: block(x)
+    assert_close(result, found())
+
+
 def test_two_threads_in_one_model():
     """The second thread raises an error, and the original weights are restored."""
     inside, done, errors = threading.Event(), threading.Event(), []

@@ -13,7 +13,7 @@ from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import dtypes_explained, is_list_or_tuple
 from metagrad.core.norms import every_order
 from metagrad.core.reach import Reached
-from metagrad.core.substitution import own_buffers
+from metagrad.core.substitution import checked_reruns, own_buffers
 from metagrad.curvature.likelihoods.recognition import recognized
 from metagrad.curvature.operators.batches import (
     Batch,
@@ -122,6 +122,7 @@ def hessian(
             torch.enable_grad(),
             every_order(),
             own_buffers(training),
+            checked_reruns(_CALL),
             dtypes_explained(_CALL, leaves.values(), arguments),
         ):
             value, known = recognized(lambda: loss(with_values(params, leaves), *arguments))

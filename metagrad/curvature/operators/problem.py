@@ -16,7 +16,7 @@ from metagrad.core.checks import check_function, dtypes_explained
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.norms import every_order
 from metagrad.core.reach import Reached
-from metagrad.core.substitution import own_buffers, replaced
+from metagrad.core.substitution import checked_reruns, own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import (
     LossFn,
@@ -92,7 +92,8 @@ class ModelProblem:
         x, y = self._pair(batch)
         with torch.enable_grad():
             leaves = self._leaves()
-            with every_order(), dtypes_explained(self.call, map(values_of, self.params.values()), x):
+            explained = dtypes_explained(self.call, map(values_of, self.params.values()), x)
+            with every_order(), checked_reruns(self.call), explained:
                 output = self._call_model(leaves, x)
             loss, known = evaluate(self.loss_fn, output, y)
         named = self._checked(leaves, loss)
