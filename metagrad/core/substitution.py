@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -211,6 +211,23 @@ def noted_reads(model: nn.Module, reads: list[Read]) -> Generator[None]:
     finally:
         for _, module, parameters in before:
             vars(module)["_parameters"] = parameters
+
+
+def refuse_hidden(call: str, reads: Iterable[Read], without: Container[int]) -> None:
+    """Raise ``ValueError`` if an ``autograd.Function`` hides parameters from the graph.
+
+    Args:
+        call: How the error names the caller.
+        reads: The reads of the forward pass.
+        without: The ids of parameters that have no gradient.
+    """
+    for read in reads:
+        if read.is_hidden and id(read.value) in without:
+            raise ValueError(
+                f"{call}: an autograd.Function, such as torch.utils.checkpoint(..., use_reentrant=True), calls "
+                f"{read.module} and gives no gradient here. Pass the parameters to apply() and return their "
+                "gradients, or call metagrad.checkpoint in its place."
+            )
 
 
 class _RecordingDict(dict[str, Any]):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metagrad.core._torch import BatchNorm, InstanceNorm
 from metagrad.core.norms import composite_norms, unfused_attention
 from metagrad.core.reach import placed
-from metagrad.core.substitution import copied, tensor_places
+from metagrad.core.substitution import Read, copied, noted_reads, refuse_hidden, tensor_places
 from metagrad.core.tree import LossFn, Params, Tree, is_differentiable, zeros_for_none
 from metagrad.optim.rule import Rule
 from metagrad.training.losses import example_losses
@@ -257,8 +257,11 @@ class Step:
         create_graph: bool = False,
     ) -> Gradient:
         """Return the gradient of a part of the loss. The model holds the parameters and the buffers."""
+        reads: list[Read] = []
+        is_first = part.t == part.number == 0
         with torch.enable_grad():
-            loss = self.loss(weights, divisor, batch, part)
+            with noted_reads(self.model.module, reads) if is_first else contextlib.nullcontext():
+                loss = self.loss(weights, divisor, batch, part)
             if not loss.requires_grad:
                 raise ValueError(
                     "Training(model, loss_fn): the loss does not depend on the trained parameters."
@@ -266,6 +269,8 @@ class Step:
             found = torch.autograd.grad(
                 loss, list(params.values()), create_graph=create_graph, allow_unused=True
             )
+        unused = {id(p) for p, gradient in zip(params.values(), found, strict=True) if gradient is None}
+        refuse_hidden("Training(model)", reads, unused)
         for name, gradient in zip(params, found, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 raise ValueError(

@@ -378,6 +378,18 @@ def test_blocks_that_run_again_see_the_weights_of_their_step():
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_blocks_whose_gradient_is_hidden_raise_an_error():
+    class Hidden(Checkpointed):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=True) @ self.last
+
+    model = Hidden()
+    model.last = nn.Parameter(torch.ones(model.blocks[0].out_features, 3))
+    with pytest.raises(ValueError, match=r"Training\(model\): an autograd.Function.*Linear \(blocks.0\)"):
+        problem(model)()
+
+
 class Noisy(torch.utils.data.Dataset):
     """A dataset that draws random numbers, from the global generator or from its own."""
 

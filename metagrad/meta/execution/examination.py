@@ -21,7 +21,7 @@ from metagrad.core._torch import named_modules
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleSnapshot
 from metagrad.core.reach import Reached
-from metagrad.core.substitution import Read, noted_reads
+from metagrad.core.substitution import Read, noted_reads, refuse_hidden
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Params
 from metagrad.meta.objective.vmap import is_plain
@@ -100,12 +100,7 @@ class Examination:
             state.put_back(values=True)
             random.restore()
         self._refuse(forward, nodes)
-        for read in forward:
-            if read.is_hidden and id(read.value) in without:
-                raise ValueError(
-                    f"{self.name}(batch): an autograd.Function that calls {read.module} gives no gradient here. Pass "
-                    "the parameters to apply() and return their gradients, or call metagrad.checkpoint in its place."
-                )
+        refuse_hidden(f"{self.name}(batch)", forward, without)
         rerun = next((read.module for read in backward if read.is_original), None)
         return Findings(loop, rerun, tuple(custom_functions(nodes)) if params else ())
 
