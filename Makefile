@@ -10,7 +10,7 @@ OMP_NUM_THREADS ?= 1
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) \
 	--maxprocesses 8 --dist worksteal --durations 10
 
-.PHONY: demo test test-all mutants lint docs clean
+.PHONY: demo test test-all mutants lint docs release-check clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -39,6 +39,9 @@ lint: $(READY)  ## formatting, lint and types, as CI runs them
 docs: $(READY)  ## the site, in site/index.html: pages, a reference of docstrings; searched by `python -m http.server -d site`
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+release-check: docs  ## a dry run of a release: version, notes, wheel, sdist, site, placeholders
+	.ci/release-check
 
 clean:
 	rm -rf .venv site build dist .pytest_cache .ruff_cache outputs multirun

@@ -28,7 +28,7 @@ from hydra.core.config_store import ConfigStore
 
 from experiments.run import result
 from experiments.run.config import check_least, converted
-from experiments.run.files import data_file, write_text
+from experiments.run.files import command_of, data_file, write_text
 from experiments.run.job import launch
 from experiments.run.progress import Progress, tell
 from experiments.run.schema import key
@@ -172,7 +172,7 @@ def _ended(children: set[subprocess.Popen[bytes]], pool: ThreadPoolExecutor) -> 
 
 def run(one: Program, folder: Path, children: set[subprocess.Popen[bytes]]) -> Shown:
     """Run a program unless it has succeeded before, and return the outcome. A failed run starts again."""
-    record, command = folder / RECORD, f"python -m {shlex.join(one.run)}"
+    record, command = folder / RECORD, f"{command_of(one.run[0])} {shlex.join(one.run[1:])}".rstrip()
     if record.exists():
         before = Shown(**json.loads(record.read_text()))
         if not before.failure and before.command == command:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
+import shlex
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -48,12 +51,39 @@ def test_the_compiler_is_not_loaded(loaded):
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_the_library_alone(wheel):
+def test_the_wheel_carries_the_library_and_its_programs_in_a_folder_of_their_own(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"metagrad"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"metagrad", "metagrad_experiments"}
     assert "metagrad/py.typed" in names
-    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "metagrad").rglob("*.py")}
-    assert sources <= set(names)
+    library = {str(p.relative_to(ROOT)) for p in (ROOT / "metagrad").rglob("*.py")}
+    programs = [*ROOT.glob("experiments/**/*.py"), *ROOT.glob("conf/**/*.yaml")]
+    assert library | {f"metagrad_experiments/{p.relative_to(ROOT)}" for p in programs} <= set(names)
+    assert not [name for name in names if "__pycache__" in name]
+
+
+@pytest.mark.slow
+def test_the_command_of_the_wheel_works_in_an_empty_folder(wheel, tmp_path):
+    """The environment sees the packages that are installed here, but not this checkout."""
+    pytest.importorskip("hydra", reason="the extra `experiments` is not installed")
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    python, empty = tmp_path / "venv" / "bin" / "python", tmp_path / "empty"
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel)
+    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    (site / "shared.pth").write_text(
+        "\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    )
+    empty.mkdir()
+    settings = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    metagrad = f"cd {shlex.quote(str(empty))} && {python.with_name('metagrad')}"
+    where = "import metagrad; print(metagrad.__file__)"
+    assert run(python, "-P" if sys.version_info >= (3, 11) else "-I", "-c", where, **settings).startswith(
+        str(tmp_path)
+    )
+    assert f"metagrad{' ' * 5}" in run("sh", "-c", f"{metagrad} info", **settings)
+    trained = run("sh", "-c", f"{metagrad} train debug=fast iterations=2 logger=none", **settings)
+    assert "outer 1 / backward" in trained
+    assert [path.name for path in empty.iterdir()] == ["outputs"]
+    assert run("sh", "-c", f"{metagrad} gallery --help", **settings).startswith("metagrad gallery [")
 
 
 @pytest.mark.slow
@@ -72,3 +102,24 @@ def test_the_wheel_works_in_an_empty_environment_with_torch_and_numpy_only(wheel
         "out = maml(mg.tasks.Sinusoid().sample(3)); out.loss.backward(); print(out.loss.item())"
     )
     assert float(run(python, "-W", "error", "-c", program)) > 0
+
+
+@pytest.mark.parametrize("name", ["no", "no.such", "--no"])
+def test_a_command_without_a_program_names_the_help(name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["metagrad", name])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(SystemExit, match=rf"there is no program '{name}'. `metagrad --help` lists"):
+        runpy.run_module("metagrad", run_name="__main__")
+
+
+def test_the_help_of_the_command_lists_programs_that_exist(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["metagrad"])
+    runpy.run_module("metagrad", run_name="__main__")
+    named = {
+        word
+        for line in capsys.readouterr().out.splitlines()
+        for word in line.split()[1:2]
+        if line[:5] == " " * 4 + "m"
+    }
+    assert {"info", "train", "gallery", "compare,", "studies.NAME,"} == named

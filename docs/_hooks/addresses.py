@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACEHOLDER = "ORGANIZATION"
-PLACES = ["pyproject.toml", "README.md", "CITATION.cff", "docs/*.md"]
+PLACES = ["pyproject.toml", "README.md", "CITATION.cff", "docs/*.md", "experiments/*.md"]
 
 
 def address(name: str) -> str:

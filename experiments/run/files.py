@@ -20,6 +20,12 @@ def data_file(name: str) -> Path:
     return path
 
 
+def command_of(module: str) -> str:
+    """Return how a program is started: by `metagrad` where a wheel installed it, by `python -m` in a checkout."""
+    is_installed = Path(__file__).parents[2].name == "metagrad_experiments"
+    return f"metagrad {module.removeprefix('experiments.')}" if is_installed else f"python -m {module}"
+
+
 def markdown(rows: list[list[str]]) -> str:
     """Return rows of cells as a Markdown table. The first row is the header."""
     lines = [f"| {' | '.join(row)} |" for row in rows]

@@ -18,6 +18,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from experiments.run.files import command_of
+
 CONF = Path(__file__).parents[2] / "conf"
 WIDTH = 118
 GROUPS = {
@@ -36,7 +38,7 @@ GROUPS = {
     "preset": "small: the whole program in less than a minute",
 }
 HEAD = """\
-python -m {module} [GROUP=OPTION ...] [KEY=VALUE ...] [-m]
+{command} [GROUP=OPTION ...] [KEY=VALUE ...] [-m]
 
 -m runs a sweep: KEY=VALUE,VALUE takes one value after the other, and 'GROUP=glob(*)' one option after the other.
 --cfg job prints the configuration as YAML; --hydra-help says what Hydra can do besides.
@@ -58,7 +60,7 @@ def text(name: str, module: str, arguments: list[str]) -> str:
     groups = [_group(group, choices[group]) for group in GROUPS if group in choices]
     return "\n".join(
         [
-            HEAD.format(module=module),
+            HEAD.format(command=command_of(module)),
             "Groups (* is chosen):",
             *groups,
             "\nKeys, with their values:",

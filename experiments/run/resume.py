@@ -18,6 +18,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments.run import checkpoint
+from experiments.run.files import command_of
 
 HISTORIES = ("metrics.jsonl", "costs.jsonl")
 AUTO = "auto"
@@ -70,7 +71,7 @@ def is_in_place(path: str | None, folder: Path) -> bool:
 def how_to(folder: Path) -> str:
     """Return the command that resumes an interrupted run."""
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    return f"Resume with: python -m experiments.train {shlex.quote(f'resume={quoted(shown)}')}"
+    return f"Resume with: {command_of('experiments.train')} {shlex.quote(f'resume={quoted(shown)}')}"
 
 
 def copy_history(file: Path, folder: Path) -> None:
