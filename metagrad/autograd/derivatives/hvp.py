@@ -24,7 +24,6 @@ from metagrad.core.tree import (
     is_differentiable,
     leaf_names,
     tree_flatten,
-    tree_leaves,
     tree_unflatten,
     zeros_for_none,
 )
@@ -208,15 +207,13 @@ def _checked(params: Tree, v: Tree) -> tuple[list[Tensor], list[Tensor]]:
         raise ValueError(
             f"hvp(loss_fn, params, v): v must have the structure of params, {spec}, got {structure}."
         )
-    for tree, root in ((params, "params"), (v, "v")):
-        for name, leaf in zip(leaf_names(tree, root), tree_leaves(tree), strict=True):
-            if not isinstance(leaf, Tensor) or not is_differentiable(leaf):
-                got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise TypeError(
-                    f"hvp(loss_fn, params, v): {name} must be a floating point tensor, got {got}."
-                )
-    refuse_sharded("hvp(loss_fn, params, v)", dict(zip(leaf_names(params, "params"), leaves, strict=True)))
-    for name, leaf, weight in zip(leaf_names(v, "v"), leaves, weights, strict=True):
+    names = leaf_names(params, "params"), leaf_names(v, "v")
+    for name, leaf in zip([*names[0], *names[1]], [*leaves, *weights], strict=True):
+        if not isinstance(leaf, Tensor) or not is_differentiable(leaf):
+            got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"hvp(loss_fn, params, v): {name} must be a floating point tensor, got {got}.")
+    refuse_sharded("hvp(loss_fn, params, v)", dict(zip(names[0], leaves, strict=True)))
+    for name, leaf, weight in zip(names[1], leaves, weights, strict=True):
         expected, got = (tuple(leaf.shape), leaf.dtype), (tuple(weight.shape), weight.dtype)
         if got != expected:
             raise ValueError(

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import Rows
-from metagrad.curvature.solvers.iteration import RUNNING, begun, ended, fill, is_finite, length
+from metagrad.curvature.solvers.iteration import RUNNING, Run, begun, ended, fill, is_finite, length
 from metagrad.curvature.solvers.solution import Result
 
 _LITTLE = 0.99  # factor of the residual in a cycle, above which the next cycle would change nothing
 
 
-class GmresRun(NamedTuple):
-    """The result of :func:`gmres`, row by row."""
-
-    x: Tensor  # [k, n]
-    steps: Tensor  # int64 [k]
-    status: Tensor  # index into RESULTS, int64 [k]
-    products: int  # with all rows together
-
-
-def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, restart: int = 50) -> GmresRun:
+def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, restart: int = 50) -> Run:
     r"""Solve :math:`A_i x_i = b_i` for rows, each with its own matrix, without a graph.
 
     Step j minimizes the residual over :math:`\operatorname{span}(b, A b, \dots, A^{j-1} b)`. Rows stop independently.
@@ -61,7 +50,7 @@ def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, resta
             # The recurrence and the true residual differ by rounding.
             status = fill(status, length(r) <= 2 * tolerance, Result.CONVERGED)
             status = fill(status, length(r) > _LITTLE * before, Result.STAGNATED)
-    return GmresRun(x, steps, ended(status), count)
+    return Run(x, steps, ended(status), torch.zeros_like(x))
 
 
 def _cycle(products: Rows, r: Tensor, active: Tensor, tolerance: Tensor, size: int) -> tuple[Tensor, Tensor]:
