@@ -7,6 +7,7 @@ from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.derivatives.hvp import Hvp, hvp
 from metagrad.autograd.derivatives.linearize import Linearization, linearize
 from metagrad.autograd.recompute.checkpoint import checkpoint
+from metagrad.autograd.recompute.chunks import attention, linear_cross_entropy
 from metagrad.autograd.unrolling.unroll import unroll
 
 __all__ = [
@@ -14,10 +15,12 @@ __all__ = [
     "Hvp",
     "Linearization",
     "MissingDerivative",
+    "attention",
     "checkpoint",
     "grad",
     "gradcheck",
     "hvp",
+    "linear_cross_entropy",
     "linearize",
     "lint",
     "unroll",

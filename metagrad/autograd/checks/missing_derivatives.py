@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -36,13 +36,19 @@ def refuse_missing(
         behind: The nodes that end the walk over the graph.
         kinds: The kinds of findings that raise.
     """
-    nodes = list(with_recomputed(graph_nodes([loss], set(behind))))
-    found = findings(nodes, order, kinds)
+    functions: set[str] = set()
+
+    def walk() -> Iterator[Node]:
+        for node in with_recomputed(graph_nodes([loss], set(behind))):
+            functions.update(custom_functions([node]))  # the nodes of a checkpointed call are freed
+            yield node
+
+    found = findings(walk(), order, kinds)
     if found:
         raise MissingDerivative("\n".join(f"{call}: {finding}" for finding in found))
-    if functions := custom_functions(nodes):
+    if functions:
         warn(
-            f"{call}: the graph has the custom autograd.Function {', '.join(functions)}, which is differentiated "
-            "twice. torch does not check that this is correct. Run metagrad.preflight, which compares it with finite "
-            "differences."
+            f"{call}: the graph has the custom autograd.Function {', '.join(sorted(functions))}, which is "
+            "differentiated twice. torch does not check that this is correct. Run metagrad.preflight, which compares "
+            "it with finite differences."
         )

@@ -1,0 +1,170 @@
+"""Cross entropy and attention in chunks against the dense computations of torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import metagrad as mg
+from metagrad.autograd import attention, linear_cross_entropy
+from metagrad.memory.storages import Ledger, StorageMode
+from tests.autograd.recompute.test_checkpoint import assert_same_derivatives
+
+F64 = torch.float64
+
+
+def draw(*shape, dtype=F64):
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40, 2**21])
+@pytest.mark.parametrize(
+    ("options", "has_bias"),
+    [
+        ({}, True),
+        ({"reduction": "sum", "ignore_index": 2}, False),
+        ({"reduction": "none", "label_smoothing": 0.3}, True),
+        ({"label_smoothing": 0.1, "ignore_index": 0}, False),
+    ],
+)
+def test_cross_entropy_has_the_derivatives_of_torch_up_to_order_3(chunk, options, has_bias):
+    torch.manual_seed(0)
+    labels = torch.tensor([[3, 2, 0], [10, 2, 5]])
+    inputs = [draw(2, 3, 4), draw(11, 4), *[draw(11)] * has_bias]
+
+    def chunked(hidden, weight, bias=None):
+        return linear_cross_entropy(hidden, weight, labels, bias, chunk=chunk, **options)
+
+    def dense(hidden, weight, bias=None):
+        losses = F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, 1), labels.flatten(), **options)
+        return losses.view(labels.shape) if losses.ndim else losses
+
+    torch.testing.assert_close(chunked(*inputs), dense(*inputs))
+    assert_same_derivatives(chunked, dense, inputs)
+
+
+MASKS = {
+    "none": None,
+    "keys": torch.tensor([True, False, True, True, True, False]),
+    "no key for query 1": torch.ones(5, 6, dtype=torch.bool).index_fill(0, torch.tensor([1]), False),
+    "added": torch.linspace(-1, 1, 2 * 5 * 6, dtype=F64).view(2, 1, 5, 6),
+}
+
+
+@pytest.mark.parametrize(("mask", "is_causal"), list(itertools.product(MASKS, [False, True])))
+@pytest.mark.parametrize("chunk", [1, 40, 2**21])
+def test_attention_has_the_derivatives_of_torch_up_to_order_3(chunk, mask, is_causal):
+    torch.manual_seed(0)
+    inputs = [draw(2, 3, 5, 4), draw(2, 3, 6, 4), draw(2, 3, 6, 2)]
+    causal = torch.ones(5, 6, dtype=torch.bool).tril() if is_causal else torch.ones(5, 6, dtype=torch.bool)
+
+    def chunked(query, key, value):
+        return attention(query, key, value, MASKS[mask], is_causal=is_causal, scale=0.7, chunk=chunk)
+
+    def dense(query, key, value):
+        scores, allowed = 0.7 * query @ key.mT, causal
+        if mask == "added":
+            scores = scores + MASKS[mask]
+        elif mask != "none":
+            allowed = causal & MASKS[mask]
+        weights = scores.exp() * allowed
+        return weights @ value / weights.sum(-1, keepdim=True).clamp(min=1e-300)
+
+    torch.testing.assert_close(chunked(*inputs), dense(*inputs))
+    assert_same_derivatives(chunked, dense, inputs)
+
+
+def test_float32_is_as_exact_as_the_dense_loss():
+    """A logit has the error of a sum of n products, and the exponentials of a sum have the error of their logits."""
+    torch.manual_seed(0)
+    labels, exact = torch.randint(300, (20,)), (draw(20, 16), draw(300, 16))
+    single = [x.detach().float().requires_grad_() for x in exact]
+    results = [
+        torch.autograd.grad(linear_cross_entropy(*inputs, labels, chunk=640), inputs)
+        for inputs in (single, exact)
+    ]
+    largest = (exact[0] @ exact[1].T).detach().abs().max()
+    for got, expected in zip(*results, strict=True):
+        bound = 2 * 16 * torch.finfo(torch.float32).eps * float(largest)
+        assert float((got - expected).norm() / expected.norm()) <= bound
+
+
+def test_products_need_no_memory_for_all_logits():
+    torch.manual_seed(0)
+    hidden, weight, labels = draw(512, 4), draw(4096, 4), torch.randint(4096, (512,))
+    peaks, products = [], []
+    for loss in (
+        lambda: F.cross_entropy(hidden @ weight.T, labels),
+        lambda: linear_cross_entropy(hidden, weight, labels, chunk=2**16),
+    ):
+        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+            value = loss()
+            with mg.autograd.linearize(value, {"weight": weight}) as linear:
+                products.append(linear.hvp({"weight": torch.ones_like(weight)})["weight"])
+        peaks.append(ledger.peak)
+    torch.testing.assert_close(*products)
+    assert peaks[1] < peaks[0] / 8
+
+
+def test_losses_without_labels_are_torchs():
+    weight = draw(5, 3)
+    assert linear_cross_entropy(draw(2, 3), weight, torch.full((2,), -100)).isnan()
+    assert linear_cross_entropy(draw(0, 3), weight, torch.zeros(0, dtype=torch.long), reduction="sum") == 0
+    got = linear_cross_entropy(draw(2, 3, dtype=torch.bfloat16), weight.bfloat16(), torch.tensor([0, 1]))
+    assert got.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*inside a torch.func transform")
+def test_tasks_run_in_turn():
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(3, 4).double(), torch.nn.Linear(4, 6).double()
+    x, y = torch.randn(2, 5, 3, dtype=F64), torch.randint(6, (2, 5))
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = body, head
+
+        def forward(self, x):
+            return self.body(x).tanh(), self.head.weight
+
+    def chunked(out, y):
+        return linear_cross_entropy(*out, y, chunk=6)
+
+    def dense(out, y):
+        return F.cross_entropy(out[0] @ out[1].T, y)
+
+    results = []
+    for loss, chunk in ((dense, None), (chunked, 1), (chunked, None)):
+        maml = mg.MAML(Net(), loss, inner=mg.optim.rules.sgd(lr=0.1), steps=2, task_chunk=chunk)
+        out = maml(mg.tasks.Batch((x, y), (x, y)))
+        results.append(torch.autograd.grad(out.loss, [body.weight, head.weight]))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            lambda: linear_cross_entropy(draw(2, 3), draw(5, 4), torch.tensor([0, 1])),
+            r"shapes \[..., features\]",
+        ),
+        (
+            lambda: linear_cross_entropy(draw(2, 3), draw(5, 3), torch.tensor([0, 5])),
+            r"labels from 0 to 4.*\[0, 5\]",
+        ),
+        (
+            lambda: linear_cross_entropy(draw(2, 3), draw(5, 3), torch.ones(2)),
+            "labels must be classes as integers",
+        ),
+        (lambda: attention(draw(2, 3), draw(4, 2), draw(4, 1)), r"attention\(.*shapes \[..., queries"),
+        (lambda: attention(draw(2, 3), draw(4, 3), draw(5, 1)), r"attention\(.*shapes \[..., queries"),
+    ],
+)
+def test_wrong_inputs_are_named(use, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        use()
