@@ -183,6 +183,7 @@ from_numpy: Callable[[np.ndarray[Any, Any]], Tensor] = _torch.from_numpy
 at_least_1d: Callable[[Tensor], Tensor] = _torch.atleast_1d
 at_least_2d: Callable[[Tensor], Tensor] = _torch.atleast_2d
 broadcast_shapes: Callable[..., torch.Size] = _torch.broadcast_shapes
+split: Callable[..., tuple[Tensor, ...]] = _torch.split
 sparse_coo_tensor: Callable[..., Tensor] = _torch.sparse_coo_tensor
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 has_torch_function: Callable[[Tensor], bool] = torch.overrides.has_torch_function_unary

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.recompute.checkpoint import checkpoint
-from metagrad.core._torch import broadcast_shapes, functorch_is_active
+from metagrad.core._torch import broadcast_shapes, functorch_is_active, split
 from metagrad.core.checks import check_choice, check_count, check_number, refuse
 from metagrad.core.tree import widened
 
@@ -68,7 +68,7 @@ def linear_cross_entropy(
     rows, flat, counts = hidden.flatten(0, -2), labels.flatten().long(), (labels != ignore_index).flatten()
     _check_labels(call, flat[counts] if not functorch_is_active() else flat[:0], len(weight))
     most = max(1, chunk // min(_FEWEST_CLASSES, max(len(weight), 1)))
-    parts = zip(rows.split(most), flat.split(most), strict=True)
+    parts = zip(split(rows, most), split(flat, most), strict=True)
     log_totals, picked = torch.cat([_log_totals(h, weight, y, bias, chunk) for h, y in parts], 1)
     if label_smoothing:
         means = widened(rows @ weight.sum(0) + (0 if bias is None else bias.sum())) / len(weight)
@@ -135,8 +135,9 @@ def attention(
     factor = 1 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale
     if mask is not None:
         mask = mask.expand(broadcast_shapes(mask.shape, (query.shape[-2], key.shape[-2])))
-    outputs, first = [], 0
-    for queries in query.split(size, -2):
+    outputs: list[Tensor] = []
+    first = 0
+    for queries in split(query, size, -2):
         last = first + queries.shape[-2]
         keys = slice(None, last) if is_causal else slice(None)
         own = None if mask is None else mask[..., first:last, keys]
@@ -150,9 +151,10 @@ def attention(
 
 def _log_totals(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
     """Return the log of the sum of exponentials of all logits, and the logit of the label, ``[2, rows]``."""
-    size, first, parts = max(1, chunk // max(1, len(hidden))), 0, []
-    biases = [None] * len(weight) if bias is None else bias.split(size)
-    for rows, part in zip(weight.split(size), biases, strict=False):
+    size, first = max(1, chunk // max(1, len(hidden))), 0
+    parts: list[Tensor] = []
+    biases = [None] * len(weight) if bias is None else split(bias, size)
+    for rows, part in zip(split(weight, size), biases, strict=False):
         parts.append(checkpoint(_part_of_totals, hidden, rows, labels - first, part))
         first += len(rows)
     log_totals, picked = torch.stack(parts, 1)
