@@ -28,7 +28,8 @@ class TracIn:
     :func:`~metagrad.attribution.attribute`.
 
     Attributes:
-        checkpoints: Number of checkpoints, C. With 1, this is the product of gradients of the trained model.
+        checkpoints: Number of checkpoints, C. With 1, the score is the product of gradients at the trained
+            model.
 
     References:
         Pruthi et al., "Estimating training data influence by tracing gradient descent", NeurIPS 2020, section 3.2.
@@ -151,7 +152,7 @@ class Influence:
 
 @dataclasses.dataclass(frozen=True)
 class EKFAC(Influence):
-    """:class:`Influence` with the inverse of EK-FAC in place of solves, which ranks examples roughly.
+    """:class:`Influence` with the EK-FAC inverse instead of linear solves. The ranking is less accurate.
 
     Example:
         >>> metagrad.attribution.EKFAC(damping=0.1).method

@@ -20,14 +20,14 @@ _FAR = 0.2
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Evaluation:
-    """A number between -1 and 1 with its interval of 95 %. :func:`lds` returns one.
+    """A number between -1 and 1 with its 95 % confidence interval. :func:`lds` returns one.
 
     Attributes:
         name: Name of the measurement.
         value: The number.
         interval: Lower and upper bound.
         note: Size of the sample.
-        outcomes: The trainings that ran again, for the evaluation of other scores, or None.
+        outcomes: The retrained models' metrics, to evaluate other scores on the same trainings, or None.
     """
 
     name: str
@@ -92,7 +92,7 @@ def lds(
         drop: Share of the examples that a subset drops.
         subsets: Number of subsets.
         seed: Seed of the subsets and of the bootstrap.
-        outcomes: Trainings that have run, from :func:`retrain` or from the ``outcomes`` of another evaluation.
+        outcomes: Earlier trainings, from :func:`retrain` or from the ``outcomes`` of another evaluation.
 
     Example:
         >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -200,10 +200,11 @@ class Smoothness:
     """Whether a derivative predicts the effect of a finite change. :func:`metasmoothness` returns it.
 
     Attributes:
-        value: Metasmoothness, from -1 to 1. Near 1, the trained parameters move on along a direction.
+        value: Metasmoothness, from -1 to 1. Near 1, a second change of the weights moves the parameters in
+            the same direction as the first.
         slope_error: Relative error of the predicted change of the metrics along the direction, or None without
             scores. It orders trainings better than metasmoothness does.
-        movement: Norm of the first change of the parameters, relative to their norm.
+        movement: Norm of the first change of the parameters, relative to the norm of the parameters.
     """
 
     value: float
@@ -276,7 +277,7 @@ def _norm(values: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Return the correlation of ``[..., m, k]`` along m. It is 0 if one of both is constant."""
+    """Return the correlation of ``[..., m, k]`` along m. It is 0 if one of them is constant."""
     a, b = a - a.mean(-2, keepdim=True), b - b.mean(-2, keepdim=True)
     return (a * b).sum(-2) / (_norm(a, -2) * _norm(b, -2)).clamp(min=1e-12)
 

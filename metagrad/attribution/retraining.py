@@ -39,8 +39,9 @@ def retrain(
 ) -> Outcomes:
     """Train once for each row of weights, with the same order, initialization and random numbers.
 
-    The models are trained together: the forward pass is vectorized over stacked parameters, and the mini-batches are
-    shared. A model that :func:`torch.func.vmap` does not support is trained once for each row, with a warning.
+    The models are trained together: the forward pass is vectorized over stacked parameters, and all rows
+    share the mini-batches. A model that :func:`torch.func.vmap` does not support is trained once for each
+    row, with a warning.
 
     Args:
         training: The training.

@@ -104,8 +104,8 @@ def attribute(trained: Trained, metrics: Metrics, method: Method | None = None) 
 
     Args:
         trained: The result of a :class:`metagrad.Training`.
-        metrics: ``metrics(model)`` calls the trained model and returns ``[k]``. An example is the loss of each test
-            example.
+        metrics: ``metrics(model)`` calls the trained model and returns ``[k]``. For example, it returns the
+            loss of each test example.
         method: The method. The default is :class:`Replay`, the exact derivative through the training.
 
     Returns:

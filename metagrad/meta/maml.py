@@ -208,7 +208,8 @@ class MAML(nn.Module):
         Args:
             batch: ``support`` and ``query`` with ``x`` and ``y``, each ``[tasks, examples, ...]``. These are
                 attributes, keys of dicts, or pairs as in ``((xs, ys), (xq, yq))``. ``x`` and ``y`` may be dicts,
-                tuples or nested ones with tensors ``[tasks, ...]``. Other values in them are shared by all tasks.
+                tuples or nested ones with tensors ``[tasks, ...]``. Values in them that are not tensors are
+                shared by all tasks.
             steps: The number of inner steps, if it differs from ``self.steps``.
 
         Raises:

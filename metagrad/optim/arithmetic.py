@@ -1,4 +1,7 @@
-"""The arithmetic that rules share. Each function is differentiable at every order, also at zero."""
+"""The arithmetic that functional optimizers share.
+
+Each function is differentiable at every order, also at zero.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def minus_quotient(base: Tensor, factor: float | Tensor, numerator: Tensor, deno
 
 
 def is_differentiated(value: Tensor) -> bool:
-    """Return whether a derivative of a function of a tensor may be taken."""
+    """Return whether a function of a tensor may be differentiated."""
     # In a compiled graph the guard costs nothing, and forward mode cannot be detected.
     is_on_tape = torch.is_grad_enabled() or torch.compiler.is_compiling()
     return is_on_tape or unpack_dual(value).tangent is not None

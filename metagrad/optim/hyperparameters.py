@@ -91,7 +91,10 @@ def is_used(value: Hyperparameter) -> bool:
 
 
 def count(step: int | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Return a number of steps for arithmetic. A compiled one is converted, because its powers would be float32."""
+    """Return a number of steps for arithmetic.
+
+    A compiled number of steps is converted, because its powers would be float32.
+    """
     if not isinstance(step, Tensor):
         return step
     return step.to(torch.float64 if dtype == torch.float64 else torch.float32)

@@ -1,4 +1,7 @@
-"""The base class of rules that update one parameter at a time. A subclass is the formula of its step."""
+"""The base class of rules that update one parameter at a time.
+
+A subclass defines only the formula of its step.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ class PerParameter(RuleNode):
     An elementwise rule has ``decays_linearly``. It is True if a step scales all elements that had only zero gradients
     by one common factor.
 
-    A parameter in half precision is updated in float32 and rounded, and its state is float32. Averages would stand
-    still in bfloat16, and the squares of gradients overflow or vanish in float16.
+    A parameter in half precision is updated in float32 and rounded, and its state is float32. In bfloat16,
+    averages would not change, and in float16, squares of gradients overflow or underflow.
     """
 
     call: ClassVar[str]
@@ -91,7 +94,7 @@ class PerParameter(RuleNode):
         return [self.values(*own) for own in zip(*chosen, strict=True)]
 
     def _hyperparameters(self) -> Iterator[tuple[str, Hyperparameter]]:
-        """Yield the hyperparameters as users know them, in the order of ``values``."""
+        """Yield the hyperparameters under their public names, in the order of ``values``."""
         for name in self.hyper:
             value = getattr(self, name)
             if name == "betas":

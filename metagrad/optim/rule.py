@@ -24,7 +24,7 @@ Values for parameters are a mapping by name. Each is a number, a 0-d tensor, or 
 
 R = TypeVar("R")
 
-WIDTH = 114  # of a docstring without its indentation
+WIDTH = 114  # of a section of a docstring, without indentation
 
 
 def hyperparameter(*, doc: str, default: Any = dataclasses.MISSING, below: float = math.inf) -> Any:
@@ -70,7 +70,7 @@ def documented_fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 def with_arguments(doc: str, arguments: Iterable[tuple[str, str]], before: str = "") -> str:
     """Dedent a docstring and insert a section ``Args`` before its later sections."""
-    doc = inspect.cleandoc(doc)  # as the compiler does it from Python 3.13 on
+    doc = inspect.cleandoc(doc)  # as the Python compiler does since 3.13
     fill = {
         "width": WIDTH,
         "initial_indent": " " * 4,
@@ -101,7 +101,7 @@ class Rule(Protocol):
 
 
 class Transform(Protocol):
-    """A link of a chain before the rule, which transforms the gradients."""
+    """A transform of the gradients in a :func:`chain`, before its optimizer."""
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step, a pytree of tensors and constants."""

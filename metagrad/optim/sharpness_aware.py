@@ -25,12 +25,14 @@ def sharpness_aware(
     .. math:: L_{\mathrm{SAM}}(\theta) = L(\theta + \epsilon), \qquad
               \epsilon = \rho \, \frac{\nabla L(\theta)}{\| \nabla L(\theta) \|}
 
-    with the norm over all parameters together. With ``order=1``, as in the paper, :math:`\epsilon` is a constant for
-    the derivative, and :math:`\nabla L_{\mathrm{SAM}} = \nabla L(\theta + \epsilon)`. With ``order=2`` the formula is
-    differentiated as it is, also with respect to ``rho``. Any optimizer may minimize this loss. At a gradient of
-    zero, there is no direction, and the loss is :math:`L(\theta)`.
+    with the norm over all parameters together. With ``order=1``, as in the paper, :math:`\epsilon` is a
+    constant for the derivative, and :math:`\nabla L_{\mathrm{SAM}} = \nabla L(\theta + \epsilon)`. With
+    ``order=2``, the derivative includes the derivative of :math:`\epsilon`, also with respect to ``rho``. Any
+    optimizer may minimize this loss. At a gradient of zero, there is no direction, and the loss is
+    :math:`L(\theta)`.
 
-    The loss is evaluated twice: dropout draws two masks, and BatchNorm in training moves its statistics twice.
+    The loss is evaluated twice: dropout draws two masks, and BatchNorm in training updates its statistics
+        twice.
 
     Args:
         loss_fn: ``loss_fn(params, *args)``, a tensor with one element.
@@ -69,7 +71,7 @@ def sharpness_aware(
     gradient, spec = tree_flatten(grad(loss_fn(params, *args), params, create_graph=order == 2))
     leaves = tree_flatten(params)[0]
     _refuse_sparse(params, gradient)
-    # The norm of what float16 can hold may be more than it can.
+    # The norm of float16 tensors may overflow float16.
     wide = list(map(widened, gradient))
     norm = linalg.vector_norm(torch.stack([linalg.vector_norm(part) for part in wide]))
     length = (rho.reshape(()) if isinstance(rho, Tensor) else rho) / torch.where(norm == 0, 1, norm)

@@ -46,7 +46,7 @@ def example_losses(loss_fn: LossFn, output: Tree, target: Tree, count: int, *, w
         whole: True if the batch is a whole mini-batch. Ignored targets and class weights need it.
 
     Raises:
-        ValueError: The loss returns something else.
+        ValueError: The loss returns neither of the two.
     """
     with _Means(whole=whole) as means:
         value = loss_fn(output, target)
@@ -89,7 +89,7 @@ class _Means(Dispatch):
         return mean
 
     def _rescaled(self, terms: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Rescale terms if torch divides their sum by another number than their count."""
+        """Rescale terms if torch divides their sum by a number other than their count."""
         target, weight = arguments["target"], arguments["weight"]
         if target.is_floating_point():
             return terms

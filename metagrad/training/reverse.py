@@ -1,8 +1,9 @@
 """The reverse pass of a training: the derivative of every step, from the last to the first.
 
-The derivative of a step has two stages. The first stage differentiates the update of the optimizer. It gives a
-cotangent of the gradient. The second stage differentiates the gradient along this cotangent, one micro-batch at a
-time. No graph is longer than one step. Every cotangent has a leading axis of ``k`` metrics, which share the graphs.
+The derivative of a step has two stages. The first stage differentiates the update of the optimizer. The
+result includes a cotangent of the gradient. The second stage differentiates the gradient along this
+cotangent, one micro-batch at a time. No graph is longer than one step. Every cotangent has a leading axis of
+``k`` metrics, which share the graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from metagrad.optim.hyperparameters import hyperparameters_in, with_hyperparamet
 from metagrad.training.step import Gradient, Inputs, Part, State, Step, summed, variable
 
 Cotangents = list["Tensor | None"]
-"""One ``[k, *shape]`` for each tensor, or None for zero."""
+"""One tensor ``[k, *shape]`` for each tensor, or None if it is zero."""
 
 
 class StateCotangents(NamedTuple):
@@ -85,7 +86,7 @@ class PartGraph(NamedTuple):
         params: The parameters.
         buffers: The buffers before the forward pass.
         weights: The weights of the examples.
-        divisor: The number that the weighted sum of the losses is divided by.
+        divisor: The divisor of the weighted sum of the losses.
         data: The tensors of the batch.
     """
 
@@ -105,7 +106,7 @@ class Pullback:
         step: The step.
         inputs: The inputs of the training.
         leaves: The tensors that the training is a function of.
-        wanted: For each of them, True if it is differentiated.
+        wanted: For each of these tensors, True if it is differentiated.
         count: Number of cotangents, k.
 
     Attributes:

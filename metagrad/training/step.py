@@ -86,7 +86,7 @@ def variable(tensor: Tensor) -> Tensor:
 
 
 class Model:
-    """A model as a function of its parameters and buffers, in its modes of training.
+    """A model as a function of its parameters and buffers, in the modes that its modules train in.
 
     Args:
         model: A module in training mode. Its parameters that require grad are trained. It is never modified.
@@ -112,7 +112,7 @@ class Model:
 
     @contextlib.contextmanager
     def training(self) -> Generator[None]:
-        """Context manager in which the modules have the modes that they had first."""
+        """Context manager in which each module has the mode that it had at construction."""
         with _modes(self.modes), self.differentiable():
             yield
 
@@ -174,7 +174,7 @@ class BoundModel(NamedTuple):
             model.holding(self.params, buffers),
             model.differentiable(),
             copied(model.module, model.differentiable()) as own,
-        ):  # layers can run again in a backward pass
+        ):  # checkpointed layers can run again in a backward pass
             return own(*args, **kwargs)
 
 

@@ -43,8 +43,8 @@ class Training:
 
     Args:
         model: A module in training mode. Its parameters that require grad are trained.
-        loss_fn: ``loss_fn(output, y)`` returns one loss for each example, ``[batch]`` or ``[batch, ...]``. Or it
-            returns the mean that a loss of ``torch.nn.functional`` takes, such as ``F.cross_entropy``.
+        loss_fn: ``loss_fn(output, y)`` returns one loss for each example, ``[batch]`` or ``[batch, ...]``. Or
+            it returns the mean from a loss of ``torch.nn.functional``, such as ``F.cross_entropy``.
         data: A pair ``(x, y)`` of pytrees of tensors whose first axis counts examples, or a map-style dataset of
             pairs. The model is called as ``model(x)``, ``model(*x)`` or ``model(**x)``.
         optimizer: A functional optimizer of :mod:`metagrad.optim.rules`.
@@ -56,7 +56,8 @@ class Training:
         average: ``"batch"`` divides the weighted sum of the losses by the number of examples of the mini-batch.
             ``"weights"`` divides it by the sum of their weights.
         micro_batch: Maximum number of examples whose graph is held at a time. None holds a whole mini-batch.
-        order: Indices of the examples of each step, int64 ``[steps, batch]``, in place of the shuffled order.
+        order: Indices of the examples of each step, int64 ``[steps, batch]``. They replace the shuffled
+            order.
 
     Raises:
         ValueError: An argument is out of range, or the model is in evaluation mode.
@@ -145,7 +146,7 @@ class Training:
         "auto"    half of the free memory       as little as possible
         ========= ============================= ===================================================
 
-        All modes return the same bits.
+        All modes return bitwise identical results.
 
         Args:
             weights: Weights of the examples, ``[n]``, or of the terms of their losses, ``[n, ...]``. The default
@@ -155,9 +156,9 @@ class Training:
             optimizer: Another functional optimizer.
             memory: Which states are stored for the backward pass.
             states: Number of states that are stored, in place of ``memory``.
-            offload: Place of the stored states. ``"cpu"`` is pinned host memory, for a model on a GPU. A path is a
-                folder. If the program is interrupted, the same call resumes from the folder, to the same bits. It
-                also resumes the backward pass.
+            offload: Place of the stored states. ``"cpu"`` is pinned host memory, for a model on a GPU. A path
+                is a folder. If the program is interrupted, the same call resumes from the folder. The result
+                is bitwise identical. It also resumes the backward pass.
 
         Returns:
             The trained model.
@@ -302,7 +303,8 @@ class Trained:
         """Differentiate several metrics of the trained model in one sweep back through the training.
 
         Args:
-            metrics: ``metrics(trained)`` returns ``[k]``. It receives a function that calls the trained model.
+            metrics: ``metrics(trained)`` returns ``[k]``. The argument of ``metrics`` is a function that
+                calls the trained model.
             wrt: ``"weights"``, ``"data"``, ``"params"``, ``"rule"`` or ``"free"``. These are the initial parameters,
                 the hyperparameters of the optimizer, and other tensors that the loss reads.
             chunk: Maximum number of metrics of a sweep. Every further sweep repeats the training.

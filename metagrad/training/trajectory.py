@@ -1,4 +1,4 @@
-"""A training that was run: its states, as many as fit, and the sweeps back through its steps."""
+"""A training that was run: as many of its states as fit, and the backward sweeps through its steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Report:
         states: Maximum number of states that were kept at a time.
         state_bytes: Bytes of one state: parameters, optimizer and buffers.
         replays: Number of steps that were repeated in reverse passes.
-        is_half: True if parameters or autocast are in half precision. Scores can then be noise.
+        is_half: True if parameters or autocast are in half precision. In half precision, scores can be noise.
         growth: Norm of the cotangent of the initial parameters relative to the final ones, the maximum over metrics.
             None before a reverse pass. Above 1e6 in float32, scores are rounding errors.
     """

@@ -3,7 +3,7 @@
 Each row was established on torch 2.13 and checked on 2.14 and 2.15. ``tests/autograd/checks/test_lint.py`` shows the
 defect of every row that runs on a CPU. An order is the number of derivatives of the tensor whose graph contains the
 node. The third derivative of ``layer_norm`` is incorrect, so ``NativeLayerNormBackward0`` has order 3. The cause is
-``NativeLayerNormBackwardBackward0``. It is in the graph of the gradient, so it has order 2.
+``NativeLayerNormBackwardBackward0``. Such a node is in the graph of the gradient, so its row has order 2.
 """
 
 from __future__ import annotations

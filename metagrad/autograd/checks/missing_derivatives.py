@@ -32,7 +32,7 @@ def refuse_missing(
     Args:
         call: How the error names the caller.
         loss: A tensor with a graph.
-        order: 2 for products, 3 for products that are differentiated.
+        order: 2 for Hessian-vector products, 3 if these products are differentiated.
         behind: The nodes that end the walk over the graph.
         kinds: The kinds of findings that raise.
     """

@@ -79,7 +79,7 @@ def hvp(
         *args: Other arguments of the loss. The Hessian does not include them.
         mode: ``"reverse"`` or ``"forward"``, see the table.
         create_graph: Return results that can be differentiated with respect to ``params``, ``v`` and other tensors
-            that require grad. Inside a ``torch.func`` transform they always can.
+            that require grad. Inside a ``torch.func`` transform the results are always differentiable.
 
     Returns:
         The loss, the gradient and the product. Gradient and product are zero for parameters that the loss does not

@@ -29,8 +29,8 @@ def linearize(loss: Tensor, params: Tree, *, create_graph: bool = False) -> Line
     Args:
         loss: A tensor with one element and a graph.
         params: A pytree of tensors that require grad and that the loss was computed from.
-        create_graph: Return a gradient and products that are differentiable. Inside ``torch.func.grad`` they always
-            are.
+        create_graph: Return a gradient and products that are differentiable. Inside ``torch.func.grad`` they
+            are always differentiable.
 
     Returns:
         A context manager with ``gradient`` and ``hvp(v)``.
@@ -114,7 +114,7 @@ class Linearization:
         return tree_unflatten(products, self._spec)
 
     def close(self) -> None:
-        """Free the graph. Products raise afterwards. The gradient stays without its graph."""
+        """Free the graph. Products raise afterwards. The gradient remains available, without its graph."""
         self._recorded = None
         self.gradient = tree_map(torch.Tensor.detach, self.gradient)
         self.loss = self.loss.detach()

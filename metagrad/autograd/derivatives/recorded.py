@@ -26,7 +26,7 @@ class Recorded:
 
     If the outputs are a gradient, ``pull`` is the Hessian-vector product. A Gauss-Newton product is ``push``, a
     product with a matrix of the outputs, and ``pull``. All vectors are flat: outputs and parameters are concatenated.
-    One cotangent is faster in autograd than one for each parameter.
+    Autograd is faster with one flat cotangent than with one cotangent for each parameter.
 
     Args:
         call: How errors name the caller.
@@ -36,7 +36,7 @@ class Recorded:
 
     Attributes:
         outputs: The flat outputs, ``[m]``.
-        parts: The outputs as they were given.
+        parts: The outputs in the structure in which they were given.
         inputs: The parameters.
         create_graph: As given.
 
@@ -112,7 +112,10 @@ class Recorded:
         return graph_vjp([self.outputs], others, [cotangent], create_graph=self.on_tape, retain_graph=True)
 
     def block(self, places: Sequence[int], *, is_symmetric: bool) -> Recorded:
-        """Return the columns of the Jacobian for some parameters, or the diagonal block of a symmetric one."""
+        """Return the columns of the Jacobian for some parameters.
+
+        For a symmetric Jacobian, return the diagonal block.
+        """
         self.refuse_moved()
         named = list(self.params.items())
         outputs = [self.parts[i] for i in places] if is_symmetric else self.parts
@@ -131,7 +134,7 @@ class Recorded:
                 )
 
     def _transpose(self) -> Recorded:
-        """Record the backward pass for a variable cotangent, in which it is linear."""
+        """Record the backward pass, which is linear in the cotangent, for a variable cotangent."""
         refuse_order(self.call, [self.outputs], self.inputs, 3 if self.create_graph else 2)
         with torch.enable_grad():
             u = torch.zeros_like(self.outputs, requires_grad=True)
@@ -228,7 +231,7 @@ def tensors_of(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def split_rows(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split ``[..., n]`` into ``[..., *shape]`` for tensors of n elements in all."""
+    """Split ``[..., n]`` into one ``[..., *shape]`` for each tensor. The tensors have n elements in total."""
     parts = rows.split_with_sizes([tensor.numel() for tensor in like], -1)
     return [part.reshape((*rows.shape[:-1], *t.shape)) for part, t in zip(parts, like, strict=True)]
 
@@ -258,7 +261,7 @@ class BatchedVjp:
         self.is_legal: bool = True
 
     def rows(self, product: Product, vectors: Tensor, chunk: int, *, on_tape: bool = False) -> Tensor:
-        """Compute the products of rows ``[k, n]``. They run in turn if they are differentiable."""
+        """Compute the products of rows ``[k, n]``. Differentiable products run in turn."""
         if len(vectors) == 1:
             return product(vectors[0]).unsqueeze(0)
         if on_tape:
@@ -279,7 +282,10 @@ class BatchedVjp:
         return found
 
     def most(self, chunk: int, device: torch.device) -> int:
-        """Return the number of products in the next batch. Initially it is two, and the first is measured."""
+        """Return the number of products in the next batch.
+
+        The first batch has two products, and the memory of the first product is measured.
+        """
         if self.bytes_each is None:
             return 2
         on_cpu = device.type == "cpu"

@@ -1,7 +1,7 @@
 """Gradient checkpointing that is closed under differentiation.
 
 A checkpointed call stores only its operands. Its derivative is the vector-Jacobian product of the call, which is also
-a function of operands. If that derivative is to be differentiated again, it is checkpointed as well. So only operands
+a function of operands. A derivative that will be differentiated again is also checkpointed. So only operands
 are stored at every order. Storing the graph of the first derivative would store everything.
 """
 
@@ -37,8 +37,8 @@ class TensorFunction(Protocol):
 def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     """Call ``fn(*args, **kwargs)``, store only its inputs, and recompute the rest in the backward pass.
 
-    This is gradient checkpointing that is exact at every order. It also recomputes at every order: the graph of a
-    gradient (``create_graph=True``) is not stored. The recomputation sees the same state as the call:
+    This is gradient checkpointing that is exact at every order. The gradient is also recomputed: its graph
+    (``create_graph=True``) is not stored, at any order. The recomputation sees the same state as the call:
 
     - Random numbers of torch, NumPy and Python, and of generators that ``fn`` can reach.
     - Autocast state, and flags of torch that choose dtypes and kernels.
@@ -155,7 +155,7 @@ class Vjp:
         self.num_tensors = num_tensors
         self.wanted = wanted
         self.present = present
-        # The function may read a leaf from an unknown place, where no other tensor can be substituted for it.
+        # The function may read a leaf from an unknown place. No other tensor can be substituted there.
         self.leaves: dict[int, Tensor] = getattr(call, "leaves", {})
 
     def __call__(self, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -230,7 +230,10 @@ def vjp(
 
 
 def _end(output: Tensor | None) -> GradientEdge | None:
-    """Return the edge at which the backward pass of an output begins. It does not keep the values of the output."""
+    """Return the edge at which the backward pass of an output begins.
+
+    The edge does not keep the values of the output alive.
+    """
     return get_gradient_edge(output) if output is not None and output.requires_grad else None
 
 
@@ -248,7 +251,7 @@ class _CallContext(Context, Protocol):
 
 
 class _Checkpointed(Function):
-    """A call that is run again, from its operands, for each derivative."""
+    """A call that runs again from its operands for each derivative."""
 
     @staticmethod
     def forward(

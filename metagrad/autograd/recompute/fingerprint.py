@@ -99,7 +99,7 @@ def difference(index: int, tensor: Tensor, now: Tensor, *, exact: bool) -> str |
 
 
 def kind_of(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Return the dtype and the shape of a plain tensor, or None for any other."""
+    """Return the dtype and the shape of a plain tensor, or None for another value."""
     if tensor is None or is_functorch_wrapped(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     if getattr(type(tensor), "__torch_dispatch__", None) is not _PLAIN_DISPATCH:

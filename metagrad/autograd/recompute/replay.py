@@ -45,7 +45,8 @@ REPEAT = (
     "torch, NumPy and Python, and on the attributes of its modules."
 )
 _SMALL = 2**12
-"""Maximum bytes of a storage whose tensor is kept. A fingerprint of it would take longer than a comparison."""
+"""Maximum bytes of a storage whose tensor is kept. For a smaller tensor, a fingerprint would take longer than
+a comparison."""
 
 
 class CallState:
@@ -66,7 +67,7 @@ class CallState:
         self.settings = Flags(), AutocastState(), DispatchState()
 
     def now(self) -> CallState:
-        """Return the state of a loop within the loop, whose tensors have other values."""
+        """Return the state for a loop that is nested in this loop. Its tensors have other values."""
         other = copy.copy(self)
         other.reached = copy.copy(self.reached)
         other.reached.contents = {}
@@ -154,8 +155,8 @@ class Call:
         """End the record, drop the graph of ``outputs``, and return the tensors that were read but not given."""
         reached = self.state.reached
         self.random.close()
-        # Reading the state of NumPy and Python takes long, so a loop does it only once. If a later call is the first
-        # one that draws from them, it does not repeat and raises.
+        # Reading the state of NumPy and Python takes long, so a loop does it only once. If only a later call
+        # draws from them, its recomputation differs and raises an error.
         reached.libraries = {g.library for g, _ in self.random.states} | (reached.libraries or set())
         self._note_writes()
         tensors = [*(found.tensor for found in self.found), *given]
@@ -178,7 +179,7 @@ class Call:
 
     @contextlib.contextmanager
     def _set_up(self, tensors: Sequence[Tensor]) -> Generator[None]:
-        """Restore the surroundings of the call, with other tensors for its operands."""
+        """Restore the state around the call, with other tensors for its operands."""
         copies: dict[int, Tensor] = {}
         values = [
             (found.place, self._again(found, copies) if number is None else tensors[number])
@@ -219,7 +220,7 @@ class Call:
 class ExpectedResults:
     """What the results of a recomputation are compared with: the first results and the form of their graph.
 
-    Results that the caller keeps, and small ones after them, are kept. Any other has a fingerprint.
+    Results that the caller keeps, and small ones after them, are kept. The other results have a fingerprint.
 
     Args:
         walk: The graph of the first results.
@@ -266,7 +267,7 @@ class ExpectedResults:
         if len(outputs) != self.count:
             return f"it returned {self.count} tensors, and returns {len(outputs)}"
         exact = is_deterministic()
-        # The caller may write into a result, which then is no longer what the first run returned.
+        # The caller may write into a result, and its values then differ from the first run.
         kept = [
             (index, tensor, outputs[index])
             for index, (tensor, version) in self.kept.items()

@@ -33,7 +33,8 @@ Compile: TypeAlias = "bool | Mapping[str, Any]"
 """True to compile, or the keyword arguments of ``torch.compile``."""
 
 SMALL = 2**18
-"""Maximum number of elements of small steps. The calls around a small step take longer than the step."""
+"""Maximum number of elements of small steps. For such steps, the overhead of a call exceeds the time of the
+step."""
 SEVERAL = 5
 """Number of small steps that are compiled together."""
 
@@ -70,7 +71,7 @@ class Compiler:
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the options, but no compiled function."""
+        """Copy and pickle only the options, without compiled functions."""
         return type(self), (self.call, self.options)
 
     def of(self, function: Callable[..., T]) -> Callable[..., T]:
@@ -215,7 +216,7 @@ def _eager_pull(
 
 
 class _CompiledSteps(Function):
-    """Outputs of compiled steps that run again for their derivative, and eagerly for a second derivative."""
+    """Outputs of compiled steps, which run again for a derivative (eagerly for a second one)."""
 
     @staticmethod
     def forward(ctx, pull, eager, outputs, *tensors):
@@ -341,7 +342,7 @@ def _entering(leaf: Any, *, keeps: bool = False) -> Any:
 
     Args:
         leaf: A tensor, or a constant, which is returned unchanged.
-        keeps: True if a tensor that does not require grad stays so.
+        keeps: True if a tensor that does not require grad must not require it afterwards.
     """
     if not isinstance(leaf, Tensor):
         return leaf
@@ -357,7 +358,10 @@ def _tensor(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _varies(leaf: object) -> bool:
-    """Return whether a leaf is a float other than 0 and 1. Formulas of rules depend on these two."""
+    """Return whether a leaf is a float other than 0 and 1.
+
+    The formulas of optimizers depend on whether a number is 0 or 1.
+    """
     return type(leaf) is float and leaf not in (0.0, 1.0)
 
 

@@ -70,9 +70,9 @@ def few_states(
 ) -> Pair:
     """Keep at most ``states`` states at a time, or as many as the memory mode ``states``. See :class:`Plan`.
 
-    The steps between two kept states are one recomputed call. Its recomputation keeps the states that are left.
-    ``within`` is the state of a loop that these steps are the end of, if it is recomputed. The last step is then
-    differentiated at once, so its graph is kept.
+    The steps between two kept states are one recomputed call. The recomputation of these steps keeps the
+    remaining states. ``within`` is the state of the recomputed loop that ends with these steps, or None. The
+    last step is then differentiated at once, so its graph is kept.
     """
     if within and len(times) == 1:
         return plain(step, state, args, times)
@@ -213,7 +213,7 @@ class Trial:
         self.state_bytes = 0
 
     def can_take(self) -> bool:
-        """Return whether another step fits: two graphs are within the budget, or one is no larger than a state."""
+        """Return whether the budget holds two graphs, or a graph is no larger than a state."""
         if not self.totals:
             return True
         graph = self.totals[0] - self.state_bytes
@@ -242,7 +242,7 @@ class Trial:
         self.totals.append(self.ledger.total)
 
     def needs(self) -> StepBytes:
-        """End the trial and return the measured memory."""
+        """End the measurement and return the measured memory."""
         step = growth = max(self.totals[0], 1)
         if len(self.recordings) == 2:
             self._leave_states_to_graphs()

@@ -34,9 +34,12 @@ class Arguments(NamedTuple):
 
 
 def rows_of(inputs: Tree, steps: int) -> tuple[Tree, ...]:
-    """Return the rows of ``inputs``, one for each step. Raise ``ValueError`` if a tensor has other rows.
+    """Return the rows of ``inputs``, one for each step.
 
-    The cotangents of all rows are stacked once. A dense tensor for each step would be summed T times.
+    Raise ``ValueError`` if a tensor has another number of rows.
+
+    The cotangents of all rows are stacked once. Otherwise autograd would sum T tensors of the size of
+    ``inputs``.
     """
     tensors, structure = dissect(inputs)
     for name, leaf in zip(leaf_names(inputs, "inputs"), tree_flatten(inputs)[0], strict=True):

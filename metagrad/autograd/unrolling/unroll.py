@@ -63,7 +63,8 @@ def unroll(
     steps on small tensors are compiled together. The step must be a pure function and use :func:`torch.func.grad` for
     its inner gradient. ``t``, the ints of the state and the floats among the arguments other than 0 and 1 become 0-d
     tensors. A step that cannot be compiled runs eagerly, with one warning that gives the reason. A derivative of the
-    result can be differentiated again if the steps are small. Otherwise torch raises an error.
+    result can be differentiated again if the steps are small. A second derivative of larger compiled steps
+    raises an error of torch.
 
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The returned state has the structure, shapes and dtypes of
@@ -201,7 +202,10 @@ def _warn_of_lists(step: Step, steps: int) -> None:
 
 
 def _code(step: Callable[..., Any]) -> object:
-    """Return the code of a step, or its class. It identifies a step that is defined in each call."""
+    """Return the code of a step, or its class.
+
+    The code identifies a step that is defined again in each call.
+    """
     while isinstance(step, functools.partial):
         step = step.func
     return getattr(step, "__code__", type(step))

@@ -119,7 +119,7 @@ class HeadAlgorithm(nn.Module):
         """Fit the head to the support examples of every task. The result holds the parameters of the heads.
 
         Raises:
-            ValueError: As in :meth:`forward`. The other errors are also the same.
+            ValueError: As in :meth:`forward`. The other errors of :meth:`forward` are also raised.
         """
         call = f"{self._name}.adapt(support)"
         tasks = read_support(support, call)
@@ -136,7 +136,7 @@ class HeadAlgorithm(nn.Module):
         return AdaptedModel(results.params, results.losses, results.used, skipped, predict)
 
     def extra_repr(self) -> str:
-        """Return the arguments that are not submodules."""
+        """Return the constructor arguments that are not submodules."""
         return f"task_chunk={self.task_chunk}, norm={self.norm!r}, nonfinite={self.nonfinite!r}"
 
     @property

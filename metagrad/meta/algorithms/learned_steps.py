@@ -86,14 +86,16 @@ class MetaCurvature(MAML):
 
     A convolution has a matrix for its outputs, its inputs and its filter. A linear layer has a matrix for its outputs
     and its inputs. A bias or a norm has a diagonal matrix. All matrices start as the identity, so training starts as
-    :class:`MAML`. The query loss trains them with the initialization. ``inner`` uses the products as gradients.
+    :class:`MAML`. The query loss trains them with the initialization. ``inner`` receives the transformed
+    gradients.
 
     A matrix for n inputs has n² entries. For 4096 inputs it needs 64 MiB.
 
     Args:
         model: The model, as in :class:`MAML`.
         loss_fn: The loss function, as in :class:`MAML`.
-        inner: The functional optimizer that gets the products. The paper uses SGD with a fixed learning rate.
+        inner: The functional optimizer that receives the transformed gradients. The paper uses SGD with a
+            fixed learning rate.
         steps: The number of inner steps.
         psd: Whether to multiply by :math:`M^\top M`, which cannot reverse a gradient. This is the linear
             Kronecker-factored optimizer of Arnold et al.

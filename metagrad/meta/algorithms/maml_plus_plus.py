@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 def _annealed(read: Callable[[Any], T], assigned: str) -> T:
-    """Return a property for an attribute of :class:`MAML`. The assigned value has another name."""
+    """Return a property for an attribute of :class:`MAML`.
+
+    The assigned value is stored under another name.
+    """
 
     def write(self: nn.Module, value: T) -> None:
         setattr(self, assigned, value)
@@ -52,13 +55,13 @@ class MAMLPlusPlus(MAML):
         model: The model, as in :class:`MAML`.
         loss_fn: The loss function, as in :class:`MAML`.
         lr: The initial learning rate of all parameters and steps.
-        steps: The number of inner steps. An evaluation cannot use more.
+        steps: The number of inner steps. An evaluation cannot use more steps.
         multi_step_updates: The number of updates after which only the last query loss counts.
         first_order_updates: The number of first updates that treat inner gradients as constants.
         norm: The statistics of normalization layers, as in :class:`MAML`. Pass None for models without batch
             normalization. The paper describes running statistics of each step, ``"per_step"``. Its code uses the
-            statistics of the current set, also in evaluation, which is the default here. Do not train with one and
-            evaluate with the other, since adaptation may diverge.
+            statistics of the current set, also in evaluation, which is the default here. Do not train with
+            one policy and evaluate with the other, since adaptation may diverge.
         order: The order after the first-order updates.
         query_weights: The weights of the query losses after each inner step, numbers or 0-d tensors. Tensors may be
             learned. They replace the annealed weights. If a call has another number of steps, only its last loss

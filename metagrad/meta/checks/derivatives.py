@@ -83,7 +83,9 @@ class Subject(NamedTuple):
 
 
 class Trace:
-    """The calls of the modules in a loss. A call can be repeated with the buffers and random numbers of the first.
+    """The recorded calls of the modules during a loss.
+
+    A call can be repeated with the buffers and random numbers of the first.
 
     Attributes:
         subject: The loss.
@@ -176,7 +178,7 @@ def measured_defects(subject: Subject, order: int, known: Sequence[ModuleFinding
     Args:
         subject: The model, its loss and examples.
         order: The highest derivative to compare.
-        known: Findings about modules that are not compared again.
+        known: Findings about modules that need no further comparison.
 
     Raises:
         UnmeasurableError: If the loss cannot be computed in float64.

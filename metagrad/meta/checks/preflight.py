@@ -254,7 +254,10 @@ def _nested(subject: Subject, order: int) -> Tensor:
 
 
 def _meta_cost(maml: MAML, mode: Any, batch: Any, steps: int) -> MemoryCost:
-    """Return the cost of an outer step. Each inner step after the second is assumed to cost what the third adds."""
+    """Return the cost of an outer step.
+
+    Each inner step after the third is assumed to add as much memory as the third.
+    """
     if steps <= _MEASURED:
         return _measured_step(maml, mode, batch, steps)
     second, third = (_measured_step(maml, mode, batch, n) for n in (2, 3))

@@ -63,7 +63,9 @@ class Examination:
     probe: Callable[[Params], Tensor]
 
     def findings(self, loop: str | None) -> Findings | None:
-        """Return what the task shows. None if it raises, since it raises again when it runs.
+        """Return the results of the examination.
+
+        None if the task raises, since it raises again in the real run.
 
         Args:
             loop: Why tasks cannot be vectorized, if that is known. Otherwise a second call shows it.
@@ -87,7 +89,7 @@ class Examination:
                 with self._noted(backward):
                     without |= self._differentiate(loss, params)
                 if loop is None and not any(read.is_original for read in backward):
-                    first = ModuleSnapshot(paths)  # the first call may initialize attributes
+                    first = ModuleSnapshot(paths)  # the first call may initialize attributes of modules
                     drawn = random.moved() - {"torch"}
                     random.restore()
                     again = self.probe(params)

@@ -1,4 +1,7 @@
-"""The executor runs the tasks of a meta-batch. Every feature of a call is a step of it."""
+"""The executor runs the tasks of a meta-batch.
+
+Every feature of a call is one step of :meth:`TaskExecutor.run`.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ class TaskExecutor:
 
         1. Examine one task of the first batch, which decides how many tasks run in one vectorized pass.
         2. Open an outer phase of the memory tracker.
-        3. Insert a check of the gradients of parameters, hyperparameters and modules.
+        3. Add a check of the gradients of parameters, hyperparameters and modules.
         4. Run the tasks, eagerly or compiled. If torch.vmap raises, run them in a Python loop.
         5. If a loss is NaN or Inf, raise, or run the other tasks again.
 

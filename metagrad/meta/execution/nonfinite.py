@@ -67,7 +67,10 @@ def finite_tasks(results: Adaptation | Evaluation, policy: Nonfinite, name: str 
 
 
 def merged(every: T, some: T, kept: Tensor) -> T:
-    """Return the results of all tasks, with ``some`` results in the places ``kept``. Other tasks get no gradient."""
+    """Return the results of all tasks.
+
+    The results ``some`` of the finite tasks fill the positions ``kept``. Other tasks get no gradient.
+    """
     return tree_map(functools.partial(_filled, kept=kept), every, some)
 
 
@@ -118,7 +121,7 @@ class GradientCheck:
     Args:
         learned: The tensors that the meta-batch is differentiated with respect to.
         tasks: The tasks.
-        numbers: The numbers of the tasks in their batch. None if they are the whole batch.
+        numbers: The numbers of the tasks in their batch. None if the tasks are the whole batch.
         skipped: Output that marks tasks whose gradient is dropped, ``[tasks of the batch]``. None raises instead.
         again: Computes a task again, eagerly and not vectorized, with ``memory="full"``.
         name: Name of the algorithm in errors.

@@ -49,11 +49,12 @@ class Vectorization:
         return {**self.__dict__, "ran": set(), "_found": {}}
 
     def findings(self, structure: Hashable, examine: Callable[[], Findings | None] | None = None) -> Findings:
-        """Return what the first task of a structure showed.
+        """Return the examination of the first task of a structure.
 
         Args:
             structure: A key that changes if the model must be examined again, see :func:`structure_of`.
-            examine: Examines a task, once for each structure. None uses only known results.
+            examine: Examines a task, once for each structure. None returns only results that are already
+                known.
         """
         found = self._found.get(structure)
         if found is None and examine is not None and (found := examine()) is not None:

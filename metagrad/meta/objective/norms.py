@@ -348,7 +348,10 @@ class NormCalls(Dispatch):
         return [self.norms.norms.at(name, kind, self.norms.number // 2, value) for kind, value in own.items()]
 
     def _layer(self, running_mean: Tensor | None) -> str:
-        """Return the name of the layer with these running statistics. It may be empty if the policy needs none."""
+        """Return the name of the layer with these running statistics.
+
+        The name may be empty if the policy needs none.
+        """
         norms = self.norms.norms
         name = self.names.get(id(running_mean))
         if name is not None:

@@ -41,7 +41,7 @@ _ELEMENTWISE: tuple[object, ...] = (
 _FLOAT_TARGETS: tuple[object, ...] = (
     *(F.huber_loss, nn.HuberLoss, F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss),
 )
-"""Losses that do not convert integer targets."""
+"""Losses that do not convert integer targets to floating point."""
 
 
 class LabelBounds(NamedTuple):

@@ -2,12 +2,13 @@
 
 ``torch.vmap`` computes stacked tasks for any module that it has rules for. Some layers have an explicit form here: a
 batch of affine maps is one ``baddbmm``, and an activation does not change. This has half as many graph nodes, since
-vmap replaces a linear layer with views, an expansion, a product and a sum. Small networks are bound by their nodes.
+vmap replaces a linear layer with views, an expansion, a product and a sum. The time of small networks depends
+on the number of graph nodes.
 
 The table ``RULES`` lists operations that ``torch.vmap`` computes incorrectly without an error (torch 2.13). It was
 found by running torch's operator tests (``OpInfo``) with ``torch.vmap`` and in a loop in float64. The comparison
 includes values, gradients, and gradients of a non-linear function of gradients.
-``tests/meta/objective/test_vmap_rules.py`` repeats it. It fails if torch has fixed a row.
+``tests/meta/objective/test_vmap_rules.py`` repeats it. The test fails if torch has fixed a row.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _forward_normalised(model: nn.Module, values: Values, x: Nested, norms: Norm
 
 
 def _runs(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Group layers. A layer without an explicit form joins the following layers, up to one with an explicit form."""
+    """Group layers. One group is vectorized together."""
     runs: list[list[nn.Module]] = []
     for layer in layers:
         if runs and type(runs[-1][0]) not in FORMS and type(layer) not in (nn.Linear, nn.Flatten):

@@ -35,8 +35,8 @@ class AdagradRule(PerParameter):
         s_t = s_{t-1} + g_t^2, \qquad
         w_t = w_{t-1} - \frac{\eta}{1 + (t - 1) \gamma} \, \frac{g_t}{\sqrt{s_t} + \epsilon}
 
-    The rule is differentiable if all gradients so far are exactly zero. The derivative of the root is then taken
-    as 0.
+    The update is also differentiable if all gradients so far are exactly zero. The derivative of the root is
+    then taken as 0.
 
     Example:
         >>> rule = metagrad.optim.rules.adagrad(lr=0.5, eps=0.0)

@@ -39,8 +39,8 @@ class AdamRule(PerParameter):
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
         w_t &= w_{t-1} - \eta \, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t) + \epsilon_r} + \epsilon}
 
-    The rule is differentiable at a gradient of exactly zero, where the derivative of the root is taken as 0. If a
-    gradient is merely tiny, the step is its sign, and the derivative of the step is as large as
+    The rule is differentiable at a gradient of exactly zero, where the derivative of the root is taken as 0.
+    If a gradient is tiny but not zero, the step is its sign, and the derivative of the step is as large as
     :math:`\eta / \epsilon`. A positive ``eps_root``, :math:`\epsilon_r`, bounds it.
 
     Example:
@@ -116,7 +116,7 @@ class AdamRule(PerParameter):
         steps = step + 1
         mean, square = average(mean, h.beta1, g), average_square(square, h.beta2, g)
         peak = None if peak is None else torch.maximum(peak, square)
-        # Both corrections of bias as one factor of the step: a pass over the parameter less.
+        # Both bias corrections are one factor of the step, which saves a pass over the parameter.
         correction = (1 - h.beta2**steps) ** 0.5
         second = square if peak is None else peak
         if is_used(h.eps_root):

@@ -77,7 +77,7 @@ class LionRule(PerParameter):
     decays_linearly = True
 
     def init_slots(self, param: Tensor) -> tuple[Tensor]:
-        """Return an average of zero."""
+        """Return a momentum of zeros."""
         return (torch.zeros_like(param),)
 
     def update_param(
@@ -94,14 +94,15 @@ lion = LionRule
 
 
 _LARGE = 1e30
-"""A step of this length cannot make a finite float32 infinite: it rounds to none at the largest numbers."""
+"""A step of this length cannot make a finite float32 infinite: it is lost in rounding for the largest
+numbers."""
 
 
 @dataclass(frozen=True)
 class LionUpdate(PendingUpdate):
-    """A step of Lion that is computed when it is written, one parameter at a time, with one temporary tensor.
+    """A step of Lion that is computed while it is written, with one temporary tensor per parameter.
 
-    A step of finite numbers is finite, so no result has to be checked before the first one is written.
+    Finite inputs give a finite step, so results need no check before they are written.
     """
 
     group: Group = field(default_factory=dict[str, Any])

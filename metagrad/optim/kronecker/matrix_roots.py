@@ -20,7 +20,8 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
     .. math:: \frac{x_i - x_j}{\lambda_i - \lambda_j} = - \frac{1}{y_i y_j \sum_k y_i^k y_j^{p-1-k}}, \qquad
               y = \lambda^{1/p} = 1 / x
 
-    The sum has no cancellation, so small eigenvalues are accurate in float32. Higher orders follow from
+    The sum has no cancellation, so it is accurate for small eigenvalues in float32. Higher orders
+    follow from
     :math:`Y^p = A` and :math:`X = Y^{-1}`, which are differentiated in the same basis.
 
     An eigenvalue below the rounding error of the largest one, n times the machine precision, is replaced by that
@@ -54,8 +55,8 @@ def eigenvectors(matrix: Tensor) -> Tensor:
 
     .. math:: dV = V \bigl(F \odot (V^\top dA \, V)\bigr), \qquad F_{ij} = \frac{1}{\lambda_j - \lambda_i}
 
-    If eigenvalues are equal up to rounding, their vectors are not a function of the matrix. Such vectors are taken
-    not to rotate into one another, :math:`F_{ij} = 0`, so no derivative is infinite.
+    If eigenvalues are equal up to rounding, their vectors are not a function of the matrix. The derivative
+    assumes that such vectors do not rotate into one another, :math:`F_{ij} = 0`, so it is finite.
 
     Args:
         matrix: Symmetric, ``[..., n, n]``, in float32 or float64.
@@ -74,7 +75,7 @@ def eigenvectors(matrix: Tensor) -> Tensor:
     return _Eigenvectors.apply(matrix, vectors.flip(-1), values.flip(-1))[0]
 
 
-# A backward pass computes outputs again instead of saving them, because torch detaches a saved output by a call.
+# The backward pass recomputes outputs, because torch detaches saved outputs.
 
 
 class _InverseRoot(Function):

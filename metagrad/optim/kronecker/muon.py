@@ -40,8 +40,8 @@ class MuonRule(AxisMatrices):
         w_t &= (1 - \eta \lambda) \, w_{t-1} - \eta \kappa \, \mathrm{NS}(d_t)
 
     :math:`\mathrm{NS}` iterates a polynomial that brings all singular values of a matrix between about 0.7 and 1.2.
-    :math:`\kappa` depends on the shape. The rule takes only matrices. :func:`mask` gives biases, embeddings and the
-    last layer another rule. If tasks are stacked, every task has its own matrices.
+    :math:`\kappa` depends on the shape. The optimizer accepts only matrices. :func:`mask` gives biases,
+    embeddings and the last layer another rule. If tasks are stacked, every task has its own matrices.
 
     A gradient of exactly zero gives a step of zero, and is differentiable. torch's optimizer iterates in bfloat16,
     where a step has 3 digits and its derivatives may have none. So a step that is differentiated must iterate in the

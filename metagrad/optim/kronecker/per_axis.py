@@ -20,7 +20,7 @@ T = TypeVar("T")
 class AxisMatrices(PerParameter):
     """A rule whose slots may be tuples of matrices, as many as a parameter has axes.
 
-    Parameters without axes are taken as vectors of one element.
+    Scalars are treated as vectors of one element.
     """
 
     batch_ndim: int
@@ -39,12 +39,12 @@ class AxisMatrices(PerParameter):
         return tuple(param.shape[self.batch_ndim :]) or (1,)
 
     def in_axes(self, value: Tensor) -> Tensor:
-        """Give a scalar an axis, and half precision the dtype of matrices."""
+        """Add an axis to a scalar, and convert half precision to the dtype of the matrices."""
         axes = self.axes_of(value)
         return widened(value).reshape((*value.shape[: self.batch_ndim], *axes))
 
     def identities(self, param: Tensor, sizes: Sequence[int], scale: float = 1.0) -> tuple[Tensor, ...]:
-        """Return multiples of the identity for axes of some sizes, and for each task."""
+        """Return a multiple of the identity for each axis size, stacked over tasks."""
         batch = param.shape[: self.batch_ndim]
         return tuple(
             scale * torch.eye(n, dtype=param.dtype, device=param.device).repeat(*batch, 1, 1) for n in sizes
@@ -56,8 +56,8 @@ def axis_gram(value: Tensor, axis: int, batch_ndim: int = 0) -> Tensor:
 
     Args:
         value: ``[*tasks, n_1, ..., n_k]``.
-        axis: From 0, without the axes of tasks.
-        batch_ndim: How many axes count tasks.
+        axis: The axis, counted from 0 after the task axes.
+        batch_ndim: The number of leading task axes.
 
     Returns:
         ``[*tasks, n_axis, n_axis]``.
@@ -73,8 +73,8 @@ def axis_product(value: Tensor, matrix: Tensor, axis: int, batch_ndim: int = 0) 
     Args:
         value: ``[*tasks, n_1, ..., n_k]``.
         matrix: ``[*tasks, n_axis, n_axis]``.
-        axis: From 0, without the axes of tasks.
-        batch_ndim: How many axes count tasks.
+        axis: The axis, counted from 0 after the task axes.
+        batch_ndim: The number of leading task axes.
 
     Returns:
         A tensor in the shape of ``value``.
@@ -92,7 +92,10 @@ def products_along(value: Tensor, matrices: Iterable[tuple[int, Tensor]], batch_
 
 
 def chosen(condition: bool | Tensor, compute: Callable[[], T], old: T) -> T:
-    """Return a new value if a condition holds, else the old one. If the condition is a tensor, both are computed."""
+    """Return the new value if a condition holds, otherwise the old value.
+
+    If the condition is a tensor, both are computed.
+    """
     if isinstance(condition, Tensor):
         return pytree.tree_map(partial(torch.where, condition), compute(), old)
     return compute() if condition else old
@@ -104,12 +107,12 @@ def blocks_of(sizes: Sequence[int], block_size: int) -> Iterator[tuple[slice, ..
 
 
 def block_at(value: Tensor, block: tuple[slice, ...]) -> Tensor:
-    """Return a block. The axes of tasks stand before the axes of the block."""
+    """Return a block. The task axes precede the axes of the block."""
     return value[(..., *block)]
 
 
 def joined_blocks(blocks: Sequence[Tensor], sizes: Sequence[int], block_size: int) -> Tensor:
-    """Put blocks together again, in the order of :func:`blocks_of`."""
+    """Reassemble blocks, in the order of :func:`blocks_of`."""
     parts = list(blocks)
     for axis in reversed(range(len(sizes))):
         num = len(_parts(sizes[axis], block_size))

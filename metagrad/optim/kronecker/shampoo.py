@@ -59,9 +59,9 @@ class ShampooRule(AxisMatrices):
         V_t &= \mu V_{t-1} + (L_t + \epsilon I)^{-1/p} \, G_t \, (R_t + \epsilon I)^{-1/p} \\
         W_t &= (1 - \eta \lambda) W_{t-1} - \eta V_t
 
-    A tensor of k axes has k matrices, and :math:`p = 2 k`. A vector has one matrix, a kernel of a 2-d convolution
-    four. A scalar is a vector of one element, which gives Adagrad's step. The rule is differentiable at every order,
-    also at equal eigenvalues of the statistics.
+    A tensor of k axes has k matrices, and :math:`p = 2 k`. A vector has one matrix. The kernel of a 2-d
+    convolution has four. A scalar is a vector of one element, which gives Adagrad's step. The rule is
+    differentiable at every order, also at equal eigenvalues of the statistics.
 
     Rounding errors hide eigenvalues below n times the machine precision times the largest eigenvalue. If this bound
     is above ``eps``, it replaces ``eps``.
@@ -168,8 +168,8 @@ class ShampooRule(AxisMatrices):
         self.refuse_elements(decay=h.decay, eps=h.eps)
         pairs = zip(statistics, self._blocks(g), strict=True)
         statistics = tuple(self._gathered(*pair, h.decay) for pair in pairs)
-        # Statistics of few gradients have no full rank, and old roots would amplify gradients outside of their
-        # range. So during the first ``root_every`` steps, the roots are computed at every step.
+        # Statistics of few gradients are rank-deficient, and old roots would amplify gradients outside of
+        # their range. So during the first ``root_every`` steps, the roots are computed at every step.
         is_due = (step % self.root_every == 0) | (step < self.root_every)
         roots = chosen(is_due, lambda: self._roots(h, step, statistics), roots)
         direction = self._preconditioned(g, roots)
@@ -214,10 +214,11 @@ class ShampooRule(AxisMatrices):
         return joined_blocks(blocks, axes, self.block_size).reshape(value.shape).to(value.dtype)
 
     def _unlike_zero(self, g: Tensor) -> Tensor:
-        """Replace a gradient of zero by ones, if the step is differentiated.
+        """Replace a zero gradient by ones if the step is differentiated.
 
-        Both lengths are zero at a gradient of zero. Before the first gradient, both rules only scale their input. So
-        any other input has the ratio that makes the derivative of the step continuous.
+        Both step lengths are zero at a gradient of zero. Before the first nonzero gradient, both Shampoo and
+        the grafted optimizer only scale their input. So any other input has the ratio that makes the
+        derivative of the step continuous.
         """
         if not torch.is_grad_enabled():
             return g
@@ -225,7 +226,7 @@ class ShampooRule(AxisMatrices):
         return torch.where((g == 0).all(own, keepdim=True) if own else g == 0, 1, g)
 
     def _ratio(self, wanted: Tensor, own: Tensor) -> Tensor:
-        """Divide the norms of a parameter's values for each task. The ratio to a norm of 0 is 0."""
+        """Return the ratio of two norms of a parameter, for each task. The ratio to a norm of 0 is 0."""
         batch = own.shape[: self.batch_ndim]
         numerator, divisor = (matrix_norm(value.reshape((*batch, 1, -1))) for value in (wanted, own))
         ratio = torch.where(divisor == 0, 0, numerator / torch.where(divisor == 0, 1, divisor))

@@ -55,7 +55,8 @@ class SOAPRule(AxisMatrices):
 
     and every ``basis_every`` steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`. Before
     that, its columns, and :math:`V` with them, are put into the order of :math:`q^\top L_t q`. The first bases are
-    eigenvectors for the gradient of the first step. The paper's program takes no first step, this rule does.
+    eigenvectors for the gradient of the first step. The paper's code skips the first step, but this optimizer
+    takes it.
     :math:`M` is kept in the parameter's own coordinates, so that a new basis leaves it as it is.
 
     The bases are inexact by rounding and by ``shift``. An estimate of the error that this makes in a component of the
@@ -179,8 +180,9 @@ class SOAPRule(AxisMatrices):
     def _errors(self, second: Tensor, turned: list[int], shift: float | Tensor) -> Tensor:
         """Return the squares of the errors that inexact bases make in the components of a gradient.
 
-        An error of a basis is the rounding error and the shift of its matrix, relative to an eigenvalue. It mixes
-        components, so a component of zero would take a step as long as any other.
+        The error of a basis consists of the rounding error and the shift of its matrix, relative to an
+        eigenvalue. The error mixes components, so a component of zero would take a step as long as the other
+        components.
         """
         own = range(self.batch_ndim, second.ndim)
         others = [[a for a in own if a != self.batch_ndim + axis] for axis in turned]
@@ -224,8 +226,8 @@ soap = SOAPRule
 def first_basis(matrix: Tensor, shift: float | Tensor) -> Tensor:
     r"""Compute the eigenvectors of ``A + s diag(0, 1/n, 2/n, ...)``, with ``s`` the mean eigenvalue times ``shift``.
 
-    If A has no full rank, its null space has many bases, and a decomposition returns an arbitrary one. The second
-    term, however small, selects a basis that depends smoothly on A.
+    If A is rank-deficient, its null space has many bases, and a decomposition returns an arbitrary one. The
+    second term, however small, selects a basis that depends smoothly on A.
     """
     n = matrix.shape[-1]
     ramp = torch.arange(n, dtype=matrix.dtype, device=matrix.device) / n

@@ -21,7 +21,7 @@ from metagrad.optim.newton.vector import split
 LARGEST = 5000
 """Limit of ``solver="auto"``: a dense system has at most this number of residuals or of parameters."""
 LARGEST_WHOLE = 500
-"""The same for residuals that are one function of the parameters, whose rows cost a product each."""
+"""The same limit for residuals without ``data``, whose rows cost one product each."""
 MOST_BYTES = 2**30
 """Limit of ``solver="auto"``: the Jacobian of a dense system has at most this number of bytes in float64."""
 _ONCE = (
@@ -29,11 +29,9 @@ _ONCE = (
     'residuals of its own, or set solver="cg".'
 )
 _CHUNK = 2**28  # bytes of rows that are computed together
-_DIFFERENCE = 0.1  # part of a step over which the second derivative along it is taken
-_LONGEST = 0.75  # length of an acceleration that is used, relative to the step
-_FLOOR = (
-    1e-15  # damping, relative to the largest diagonal element, below which a factorization is only rounding
-)
+_DIFFERENCE = 0.1  # fraction of a step for the finite difference of the second derivative
+_LONGEST = 0.75  # maximum length of an acceleration, relative to the step
+_FLOOR = 1e-15  # smaller damping, relative to the largest diagonal element, is only rounding error
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +148,7 @@ class DenseSystem:
 
     Attributes:
         is_complete: True if the residuals are the whole objective.
-        floor: Smallest damping whose system is not only rounding.
+        floor: Smallest damping that exceeds the rounding error of the system.
     """
 
     def __init__(
@@ -231,7 +229,7 @@ class DenseSystem:
 
 
 def _root(term: Term) -> Tensor:
-    """Return the factor of each residual whose square is the curvature of the loss, float64 ``[residuals]``."""
+    """Return the square root of the loss curvature for each residual, float64 ``[residuals]``."""
     output = term.residuals.output
     curvature = term.residuals.hessian_product(torch.ones_like(output)).detach()
     return (term.weight * curvature.double()).sqrt().reshape(-1)

@@ -33,8 +33,8 @@ from metagrad.optim.second_order.curvature_optimizer import RecordedLoss
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsWithGrad
 from metagrad.optim.torch_optim.state import PendingUpdate
 
-_REFUSALS = 60  # of steps that do not descend, in one step of the optimizer
-_MORE = 2.0  # factor of the damping after a step that does not descend
+_REFUSALS = 60  # maximum number of rejected steps in one call of ``step``
+_MORE = 2.0  # factor of the damping after a rejected step
 
 
 class GaussNewton(NewtonCG):
@@ -51,7 +51,7 @@ class GaussNewton(NewtonCG):
     descend is rejected, and the system is factorized again with more damping. This needs rows of the Jacobian, so
     losses must come from :meth:`residuals`. With ``geodesic``, the step follows the curvature of the residuals, at
     the cost of one evaluation of them. For a few thousand parameters or residuals, a dense step costs less than a
-    handful of products. It is exact where conjugate gradients end early.
+    handful of products. It is exact, while conjugate gradients stop early.
 
     With ``solver="cg"``, damping and length are as in :class:`NewtonCG`. Products dominate the cost, so the direction
     of a step that does not descend is kept, and its length is reduced.
@@ -67,7 +67,8 @@ class GaussNewton(NewtonCG):
         params: Parameters, as of :class:`NewtonCG`.
         lr: The factor :math:`\eta` of every step.
         matrix: ``"ggn"``, the Gauss-Newton matrix, or ``"fisher"``, the exact Fisher matrix.
-        damping: :math:`\lambda_0`. A schedule of it is multiplied by the factor that follows from the ratios.
+        damping: :math:`\lambda_0`. A schedule of the damping is multiplied by the factor from the reduction
+            ratios.
         change: The factor of the damping, above 1. A dense step that is rejected doubles the damping.
         solver: ``"dense"``, ``"cg"`` or ``"auto"``. ``"auto"`` is dense if all losses of known form come from
             :meth:`residuals`, and their Jacobian takes at most 1 GiB. There must be at most 5,000 residuals or at
@@ -207,7 +208,7 @@ class GaussNewton(NewtonCG):
         solver, noted = self.param_groups[0]["solver"], self._noted
         needs_graph = (
             not self._is_moving or noted is not None
-        )  # else the closure is called again for its value
+        )  # otherwise the closure is called again for its value
         if noted is not None and solver != "cg" and examples is not None:
             needs_graph = False  # rows give the gradient
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_graph):
@@ -336,9 +337,9 @@ def _with_graphs(one: BackwardPass) -> BackwardPass:
 class DenseRun(NamedTuple):
     """A dense step and the next damping."""
 
-    step: Tensor | None  # None if no damping made it descend
+    step: Tensor | None  # None if no damping made the step descend
     damping: float  # of the next step
-    ratio: float  # of the reductions of loss and model
+    ratio: float  # ratio of the reductions of loss and model
     solves: int
 
 

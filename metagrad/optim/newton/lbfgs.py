@@ -49,12 +49,12 @@ class History:
 
     @classmethod
     def empty(cls, like: Tensor) -> History:
-        """Begin without pairs, for vectors like one."""
+        """Begin without pairs, for vectors in the shape of a given one."""
         none = like.new_empty(0, like.numel())
         return cls(none, none, like.new_empty(0, 0))
 
     def _hold(self, moves: Tensor, changes: Tensor, products: Tensor) -> None:
-        """Copy pairs into buffers that are half as long again."""
+        """Copy pairs into buffers that are 1.5 times as long."""
         size, n = moves.shape
         length = size + size // 2 + 8
         # Each row begins at a multiple of 16 elements. So products are bitwise identical wherever a window begins.
@@ -132,15 +132,16 @@ class LBFGS(VectorOptimizer):
 
     Args:
         params: Parameters, with names or without, or groups of them, which may differ in ``lr`` and ``weight_decay``.
-        lr: The factor :math:`\eta` of every direction. A line search begins with this length, and may end at another.
-        max_iter: The most iterations of a step.
-        max_eval: The most calls of the closure in a step. None is 5/4 of ``max_iter``, but at least 25, which is
-            enough for a line search.
+        lr: The factor :math:`\eta` of every direction. A line search starts at this length, and may end at
+            another length.
+        max_iter: Maximum number of iterations of a step.
+        max_eval: Maximum number of calls of the closure in a step. None is 5/4 of ``max_iter``, but at least
+            25, which is enough for a line search.
         tolerance_grad: A step ends if the absolute value of every element of the gradient, including weight decay, is
             at most this number.
         tolerance_change: There is no line search if the slope along the direction is smaller. A line search ends if
             no parameter differs by so much in its interval.
-        history_size: How many pairs are kept.
+        history_size: Maximum number of stored pairs.
         line_search_fn: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe
             conditions by cubic interpolation, at the cost of a gradient each. None takes 1.
         weight_decay: :math:`\gamma`: the objective is the loss with the penalty :math:`\gamma |w|^2 / 2`.
@@ -215,7 +216,7 @@ class LBFGS(VectorOptimizer):
         return False
 
     def _refuse_averaged(self) -> None:
-        if self._closure is not None:  # else the gradient is all there is
+        if self._closure is not None:  # without a closure, only the gradient is available
             super()._refuse_averaged()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
@@ -313,7 +314,7 @@ class LBFGS(VectorOptimizer):
         states = [self.state.get(p, {}) for p in params.values()]
         first = states[0]
         if len({state.get("step") for state in states}) > 1 or first.get("place", w[:0]).shape != w.shape:
-            return 0, History.empty(w), None  # other parameters: they come and go
+            return 0, History.empty(w), None  # with other parameters, the pairs are dropped
         known: History | None = self.__dict__.get("_history")
         if known is None or known.moves is not first["moves"]:
             known = History(first["moves"], first["changes"], first["products"])
@@ -322,7 +323,7 @@ class LBFGS(VectorOptimizer):
     def _change(
         self, params: Params, w: Tensor | None, step: int, last: tuple[Tensor, Tensor], history: History
     ) -> PendingUpdate:
-        """Return what a step writes. The vectors are stored with the first parameter."""
+        """Return the update that a step writes. The vectors are stored with the first parameter."""
         states: dict[str, dict[str, Any]] = {key: {"step": step} for key in params}
         pairs = {"moves": history.moves, "changes": history.changes, "products": history.products}
         next(iter(states.values())).update(place=last[0], gradient=last[1], **pairs)
@@ -352,7 +353,7 @@ class Point(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether value and slope are numbers."""
+        """Whether value and slope are finite."""
         return math.isfinite(self.value) and math.isfinite(self.slope)
 
 
@@ -376,12 +377,12 @@ def strong_wolfe(
     Args:
         along: A length to the point there.
         start: The point at 0, whose slope is negative.
-        slack: How much of a value may be rounding.
+        slack: Absolute rounding error of a value.
         shortest: A shorter interval ends the search.
-        max_eval: How often ``along`` is called at most.
+        max_eval: Maximum number of calls of ``along``.
 
     Returns:
-        The point. If the conditions were not met, the point with the least value found, or ``start``.
+        The point. If the conditions were not met, the point with the minimum value found, or ``start``.
 
     Example:
         >>> from metagrad.optim.newton.lbfgs import Point, strong_wolfe

@@ -20,7 +20,7 @@ from metagrad.optim.newton.vector import flat
 
 P = TypeVar("P", Tensor, dict[str, Tensor])
 
-_AGREES = 0.25  # a ratio of reductions below which the length of a step says nothing about a minimum
+_AGREES = 0.25  # below this ratio of reductions, a short step does not indicate a minimum
 
 
 class LeastSquaresResult(Enum):
@@ -56,12 +56,12 @@ class LeastSquares(Generic[P]):
     """The result of :func:`least_squares`.
 
     Attributes:
-        value: The parameters at the end, in the form that they were given in, without a graph.
+        value: The final parameters, in the form of the initial ones, without a graph.
         result: How it ended.
-        loss: Half the sum of the squared residuals at the end.
+        loss: Half the final sum of squared residuals.
         gradient: The largest absolute element of its gradient.
         steps: Steps taken.
-        products: Products with the Gauss-Newton matrix in all.
+        products: Total number of products with the Gauss-Newton matrix.
     """
 
     value: P

@@ -97,7 +97,7 @@ class Curvature:
             return recorded.pull(v)
         known, is_ggn = loss.loss, self._matrix == "ggn"
         matrix = flattened(known.hessian_product if is_ggn else known.fisher_product, known.output)
-        # A likelihood has the same Fisher matrix where its logarithm is maximized.
+        # Maximizing a log-likelihood uses the same Fisher matrix, with a positive sign.
         weight = loss.weight if is_ggn else loss.weight.abs()
         return recorded.pull(weight * matrix(recorded.push(v)))
 
@@ -164,15 +164,15 @@ def conjugate_gradients(
 
 
 class Problem(NamedTuple):
-    """The objective of a step: the signed loss with its penalty, in the parameters that move."""
+    """The objective of a step: the signed loss and penalty, as a function of the moving parameters."""
 
     params: Params
     w: Tensor
     g: Tensor  # the gradient
     curvature: Curvature
-    lr: float | Tensor  # a vector where groups differ, like decay
+    lr: float | Tensor  # a vector if groups differ, like decay
     decay: float | Tensor
-    sign: int  # -1 of a loss that is climbed
+    sign: int  # -1 if the loss is maximized
     sign_of_matrix: int
 
     def multiply(self, v: Tensor) -> Tensor:
@@ -251,12 +251,13 @@ class NewtonCG(VectorOptimizer):
     exactly zero counts as a minimum.
 
     The closure is called once for gradient and curvature. Further calls only evaluate the loss, and their
-    ``backward`` does nothing. Losses of several backward passes add up. Most of the cost of a step are products with
-    the curvature, which need less data than the gradient. ``opt.step(closure, curvature=part)`` takes the curvature
-    from another closure, for a part of the data. For what all groups share, and for random numbers and buffers while
-    the closure is called again, see :class:`~metagrad.optim.newton.vector.VectorOptimizer`.
+    ``backward`` does nothing. Losses of several backward passes add up. Products with the curvature dominate
+    the cost of a step, and they need less data than the gradient. ``opt.step(closure, curvature=part)`` takes
+    the curvature from another closure, for a part of the data. For what all groups share, and for random
+    numbers and buffers while the closure is called again, see
+    :class:`~metagrad.optim.newton.vector.VectorOptimizer`.
 
-    With a ``GradScaler`` there is no closure, hence nothing to adapt by: use ``adapt=False``,
+    With a ``GradScaler`` there is no closure to evaluate, so damping cannot adapt: use ``adapt=False``,
     ``opt.backward(scaler.scale(loss))`` and ``scaler.step(opt)``. Gradients and curvature are unscaled.
 
     Args:
@@ -266,10 +267,11 @@ class NewtonCG(VectorOptimizer):
         weight_decay: :math:`\gamma`: the loss includes the penalty :math:`\gamma |w|^2 / 2`, in its gradient, its
             matrix and its reduction.
         damping: :math:`\lambda_0`. A schedule of it is multiplied by the factor that follows from the ratios.
-        warm_start: Share of the last solution at which conjugate gradients start, at the cost of one product. 0
-            starts at 0, and Martens uses 1.
+        warm_start: Share of the last solution at which conjugate gradients start, at the cost of one product.
+            With 0, conjugate gradients start at 0. Martens uses 1.
         rtol: Conjugate gradients end at this residual, relative to the gradient.
-        progress: They end if the model decreases by less than this for each step (Martens' rule). None disables it.
+        progress: Conjugate gradients end if the model decreases by less than this for each step (Martens'
+            rule). None disables it.
         max_steps: Maximum number of steps of conjugate gradients.
         adapt: Evaluate the loss at the end of a step, to adapt damping and length. This costs a forward pass or
             more. Otherwise both are constant, and a step may climb.
@@ -380,7 +382,7 @@ class NewtonCG(VectorOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and forget the curvature taken with them."""
-        if not self._is_moving:  # else a closure is called again, whose gradients are put back
+        if not self._is_moving:  # otherwise a closure is called again, and its gradients are restored
             super().zero_grad(set_to_none)
 
     def _matrix(self, group: Group) -> str:
@@ -475,7 +477,7 @@ class NewtonCG(VectorOptimizer):
         lr, decay = self._column("lr", params), self._column("weight_decay", params)
         passes = self._passes if self._curved is None else self._curved
         curvature = Curvature(params, passes, matrix, self._inverse_scale())
-        # The Fisher matrix is a metric: it has no other sign where one climbs.
+        # The Fisher matrix is a metric, so ``maximize`` does not change its sign.
         problem = Problem(params, w, w, curvature, lr, decay, sign, 1 if matrix == "fisher" else sign)
         return problem._replace(g=problem.restricted(sign * flat(work.grads.values()) + decay * w))
 
@@ -557,7 +559,7 @@ class NewtonCG(VectorOptimizer):
         direction = "negative_curvature" if is_negative else self.whole
         return {
             "steps": run.steps,
-            "products": run.products + isinstance(lr, Tensor),  # one is of the step
+            "products": run.products + isinstance(lr, Tensor),  # one product belongs to the step
             "ending": run.result.name,
             "ratio": ratio,
             "length": length * (float(lr.max()) if isinstance(lr, Tensor) else lr),

@@ -32,9 +32,9 @@ def split(vector: Tensor, params: Params) -> Params:
 class VectorOptimizer(CurvatureOptimizer):
     r"""An optimizer that moves all parameters as one vector, along one direction :math:`d`.
 
-    The step of a group is :math:`\eta d` with the learning rate of the group. If this step would climb, all groups
-    use the smallest learning rate. A group with the learning rate 0 stays, and other groups step as if it were
-    constant. Groups may differ only in ``own_to_groups``.
+    The step of a group is :math:`\eta d` with the learning rate of the group. If this step would increase the
+    loss, all groups use the smallest learning rate. A group with the learning rate 0 does not change, and
+    other groups treat it as constant. Groups may differ only in ``own_to_groups``.
 
     Weight decay :math:`\gamma` is part of the objective, which is the loss plus :math:`\gamma |w|^2 / 2`. ``step``
     returns the loss without this penalty.
@@ -144,7 +144,7 @@ class VectorOptimizer(CurvatureOptimizer):
         return [self._work(self.param_groups[0], {key: p for key, (_, p) in self._groups_by_name().items()})]
 
     def _column(self, name: str, params: Params) -> float | Tensor:
-        """Return a hyperparameter, as a vector where groups differ."""
+        """Return a hyperparameter, as a vector if groups differ."""
         groups = self._groups_by_name()
         numbers = {key: float(as_number(groups[key][0][name])) for key in params}
         if len(set(numbers.values())) == 1:
@@ -152,7 +152,7 @@ class VectorOptimizer(CurvatureOptimizer):
         return flat(torch.full_like(widened(p), numbers[key]) for key, p in params.items())
 
     def _scaled(self, d: Tensor, lr: float | Tensor, g: Tensor) -> Tensor:
-        """Multiply a descent direction by the learning rates, or by the smallest one if the product climbs."""
+        """Multiply a descent direction by the learning rates, or by the smallest one if the step would climb."""
         scaled = lr * d
         if not isinstance(lr, Tensor) or float(g.dot(scaled)) <= 0:
             return scaled

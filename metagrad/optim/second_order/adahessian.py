@@ -34,17 +34,17 @@ class AdaHessian(DiagonalOptimizer):
 
     Args:
         params: Parameters, with names or without, or groups of them with their own hyperparameters.
-        lr: The learning rate :math:`\eta`. A step has the length of Newton's times ``lr``, so it is larger than for
-            Adam.
-        betas: How much of the averages of gradients and of squared diagonals is kept, each from 0 to below 1.
+        lr: The learning rate :math:`\eta`. The learning rate multiplies a Newton step, so it is larger than
+            for Adam.
+        betas: Decay rates of the averages of gradients and of squared diagonals, each from 0 to below 1.
         eps: Added to the diagonal. It bounds the step where there is no curvature.
         weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
         hessian_power: The power :math:`k` of the diagonal: 1 is Newton's step, 0 is momentum without curvature.
         samples: Probes for each step, :math:`S`. Each costs a Hessian-vector product.
         spatial_average: Average the diagonal over the dimensions after the first two, which are the positions in the
-            kernel of a convolution. As in the paper, values are averaged. The paper's program averages absolute
+            kernel of a convolution. As in the paper, values are averaged. The paper's code averages absolute
             values.
-        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        maximize: Maximize the loss instead of minimizing it. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite. ``"raise"`` raises an
             error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
         seed: Seed of the random numbers, which also depend on the number of the step. None takes

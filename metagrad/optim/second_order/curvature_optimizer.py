@@ -60,7 +60,7 @@ class LossRecorder(Dispatch):
         self.losses: list[RecordedLoss] = []
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function, the one that is given in place of ``Tensor.backward``."""
+        """Call the function that was given in place of ``Tensor.backward``."""
         if averaging_wrapper() is not None:
             raise ValueError(
                 "opt.step(closure): the loss is computed by a DistributedDataParallel, which averages what a "
@@ -75,7 +75,7 @@ class LossRecorder(Dispatch):
 
     def _noted(self, func: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if input.is_leaf:
-            input = input.view_as(input)  # a parameter itself would have no place of its own in the graph
+            input = input.view_as(input)  # a parameter itself has no separate node in the graph
         evaluated = evaluate(lambda output, _: func(output, *args, **kwargs), input, ())
         self.losses += RecordedLoss.of(*evaluated)
         return evaluated.value
@@ -105,7 +105,7 @@ def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves_behind(loss: Tensor) -> list[Tensor]:
-    """Return every tensor whose ``.grad`` a backward pass of a loss would write."""
+    """Return the tensors whose ``.grad`` a backward pass of a loss would write."""
     if loss.grad_fn is None:
         return [loss]
     accumulates = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
@@ -117,7 +117,7 @@ def accumulate(leaf: Tensor, gradient: Tensor) -> None:
     gradient = gradient.detach()
     is_strided = gradient.layout == torch.strided and not isinstance(gradient, RowSparse)
     if leaf.grad is None:
-        # Two leaves may have been given the same tensor, and the graph may hold it: .grad is a copy.
+        # .grad is a copy, because two leaves may share a tensor, and the graph may hold it.
         leaf.grad = torch.empty_like(leaf).copy_(gradient) if is_strided else gradient.clone()
     elif is_strided and leaf.grad.layout == torch.strided:
         leaf.grad.add_(gradient)
@@ -331,7 +331,7 @@ class CurvatureOptimizer(RuleOptimizer):
             if self.notes_losses and not losses and not grads.keys().isdisjoint(self._all_params()):
                 raise ValueError(unknown_loss(type(self).__name__))
             self._observe(LossGraph(loss, gradient, grads, losses, bool(retain_graph)))
-        else:  # no labels can be drawn from NaN, and the step will not be taken
+        else:  # labels cannot be sampled from NaN, and the step is skipped
             self._losses = [*self._losses, *outputs]
         for leaf, g in grads.items():
             accumulate(leaf, g)
@@ -411,7 +411,7 @@ def generators_of(seed: int, step: int) -> Callable[[torch.device], torch.Genera
 
 
 def mixed(seed: int, step: int) -> int:
-    """Mix two numbers into one of 63 bits, such that neighbors have nothing in common.
+    """Mix two numbers into one of 63 bits, such that seeds of neighboring numbers are unrelated.
 
     References:
         The finalizer of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA

@@ -124,15 +124,15 @@ class KFAC(CurvatureOptimizer):
     the cost of one more backward pass. The loss must then be computed in the closure, or within
     ``with opt.recording():``, by one of torch's losses, as for :class:`~metagrad.optim.SophiaG`.
 
-    With ``fisher="empirical"``, the default, squares of gradients replace the curvature. The step is then close to
-    Newton's only if the likelihood of the model is high. In a regression by squared errors, the squares grow with the
-    residuals, and the Hessian does not. So steps are short if the fit is bad, and long if it is good. There
-    ``"sampled"`` gives the Gauss-Newton matrix.
+    With ``fisher="empirical"``, the default, squares of gradients replace the curvature. The step is then
+    close to Newton's only if the likelihood of the model is high. In a regression by squared errors, the
+    squares grow with the residuals, and the Hessian does not. So steps are short if the fit is poor, and long
+    if the fit is good. There ``"sampled"`` gives the Gauss-Newton matrix.
 
     A step with an estimate materializes the patches of a convolution. This needs the memory of its input times the
-    size of its kernel. A step costs two matrix products for each layer, in the sizes of its factors. This is little
-    for large batches or convolutions with many positions. It is as much as a gradient if a layer is three times as
-    wide as the batch.
+    size of its kernel. A step costs two matrix products for each layer, in the sizes of its factors. This
+    cost is small for large batches or convolutions with many positions. It equals the cost of a gradient if a
+    layer is three times as wide as the batch.
 
     Not supported: ``torch.compile`` of the model, gradients that are averaged over processes, and gradients that
     are not written by a backward pass, as by ``torch.autograd.grad``. Recurrent use of a layer raises an error.
@@ -141,23 +141,24 @@ class KFAC(CurvatureOptimizer):
         model: Model whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the
             optimizer is deleted.
         lr: The learning rate :math:`\eta`.
-        momentum: How much of the last steps is kept, :math:`\mu`.
+        momentum: Momentum :math:`\mu`: the share of earlier steps that is kept.
         damping: Added to the Fisher matrix, :math:`\gamma`. It must be above 0, since the factors of few examples are
             singular.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
-        decay: How much of the running averages is kept, :math:`\beta`, below 1. Average ``k`` keeps ``1 - 1 / k`` if
+        decay: Decay rate :math:`\beta` of the running averages, below 1. Average ``k`` keeps ``1 - 1 / k`` if
             that is less.
         curvature_every: Steps from one estimate of the factors to the next. The first step makes an estimate.
         inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
-        kl_clip: Upper bound of :math:`\eta^2 D^\top \nabla` over all parameters of a group, :math:`\kappa`. A longer
-            direction is multiplied by :math:`\nu`, and the momentum as well. None: no bound.
+        kl_clip: Upper bound of :math:`\eta^2 D^\top \nabla` over all parameters of a group, :math:`\kappa`.
+            If the bound is exceeded, the direction and the momentum are multiplied by :math:`\nu`. None: no
+            bound.
         fisher: The labels: ``"empirical"`` takes the labels of the data, ``"sampled"`` draws them from the model, for
             losses of known form.
         loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``. It matters for
             ``"empirical"``.
         eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC).
             ``damping`` is then added to these moments.
-        maximize: Climb: take the gradient with the other sign.
+        maximize: Maximize the loss: negate the gradient.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.
@@ -457,7 +458,7 @@ class KFAC(CurvatureOptimizer):
             pairs = [(directions[name], g) for name, g in grads]
             changes = [linalg.vecdot(d.flatten(), g.to(d.dtype).flatten()) for d, g in pairs]
             change = float(group["lr"]) ** 2 * torch.stack([c.to(changes[0]) for c in changes]).sum()
-            # The root is not taken where nothing changes, or nothing is too long.
+            # The root is needed only if a direction is too long, and a change can be 0.
             clip = float(group["kl_clip"])
             is_long = change > clip
             length = torch.where(is_long, (clip / torch.where(is_long, change, 1)).sqrt(), 1)

@@ -36,17 +36,17 @@ class SophiaH(DiagonalOptimizer):
 
     Args:
         params: Parameters, with names or without, or groups of them with their own hyperparameters.
-        lr: The learning rate :math:`\eta`. Apart from weight decay, no element changes by more than ``lr`` in a step.
-            The paper uses 0.8 times Adam's for language models of 125 million parameters and more, 2e-4 to 6e-4. The
-            default is for small models and fewer steps.
-        betas: How much of the averages of gradients and of diagonals is kept, each from 0 to below 1.
+        lr: The learning rate :math:`\eta`. Apart from weight decay, no element changes by more than ``lr`` in
+            a step. The paper uses 0.8 times the learning rate of Adam for language models of 125 million
+            parameters and more, 2e-4 to 6e-4. The default is for small models and fewer steps.
+        betas: Decay rates of the averages of gradients and of diagonals, each from 0 to below 1.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
         eps: Smallest divisor of a momentum, above 0.
         weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters. The
             paper uses 0.2.
         curvature_every: Steps from one estimate to the next, :math:`k`. The first step makes an estimate.
         samples: Probes for each estimate.
-        maximize: Climb: use gradient and curvature with the other sign. Weights decay as before.
+        maximize: Maximize the loss: negate gradient and curvature. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite. ``"raise"`` raises an
             error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
         seed: Seed of the random numbers, which also depend on the number of the step. None takes
@@ -117,17 +117,18 @@ class SophiaG(SophiaH):
     .. math:: h_t = \beta_2 h_{t-k} + (1 - \beta_2) \, B \, \hat g_t^2, \qquad
               \hat g_t = \frac{1}{B} \sum_{n=1}^{B} \nabla \ell_n(\hat y_n), \qquad \hat y_n \sim p(\cdot | x_n)
 
-    and otherwise the equations of :class:`SophiaH`. The estimate is never negative, and costs one backward pass more.
-    The loss has to be computed inside the closure, or within ``with opt.recording():``. There, calls of
-    ``F.cross_entropy``, ``F.mse_loss``, ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and
-    ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded, with their weights in the whole.
-    Other parts of the loss, such as a penalty on the weights, do not enter the estimate.
+    and otherwise the equations of :class:`SophiaH`. The estimate is never negative, and costs one additional
+    backward pass. The loss has to be computed inside the closure, or within ``with opt.recording():``. There,
+    calls of ``F.cross_entropy``, ``F.mse_loss``, ``F.nll_loss``, ``F.gaussian_nll_loss``,
+    ``F.binary_cross_entropy`` and ``F.binary_cross_entropy_with_logits`` (also by their modules) are
+    recorded, with their weights in the total loss. Other parts of the loss, such as a penalty on the weights,
+    do not enter the estimate.
 
     Args:
         params: Parameters, with names or without, or groups of them with their own hyperparameters.
         lr: The learning rate, as in :class:`SophiaH`.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
-        samples: Draws of the labels for each estimate.
+        samples: Number of label samples for each estimate.
         **more: The other arguments of :class:`SophiaH`.
 
     Raises:

@@ -129,7 +129,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"nonfinite": "raise", **defaults, "step": 0})  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters with their own hyperparameters. Missing ones take the defaults."""
+        """Add parameters with their own hyperparameters. Missing hyperparameters take the defaults."""
         super().add_param_group(param_group)
         try:
             self._check_group(len(self.param_groups) - 1)
@@ -153,7 +153,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             FloatingPointError: The loss, a gradient, the curvature or a result is NaN or infinite. Parameters and
                 state are unchanged. With ``nonfinite="skip"`` the step is left out instead, and counted in
                 :attr:`stats`.
-            torch.linalg.LinAlgError: A matrix of finite numbers could not be factorized. The same holds.
+            torch.linalg.LinAlgError: A finite matrix could not be factorized. The same holds.
         """
         try:
             loss = None if closure is None else self._evaluated(closure)
@@ -173,7 +173,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """``skipped``: how many steps were left out, as not all was finite or a factorization failed."""
+        """``skipped``: number of skipped steps, because of NaN, Inf or a failed factorization."""
         return {"skipped": self.__dict__.get("_skipped", 0)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             yield f"the gradient of {key!r}", g
 
     def _seen_losses(self) -> Iterator[tuple[str, Tensor]]:
-        if not hasattr(self, "found_inf"):  # a scaled loss may overflow where its gradient does not
+        if not hasattr(self, "found_inf"):  # a scaled loss may overflow although its gradient does not
             for loss in self._losses:
                 yield "the loss", loss
 
@@ -256,7 +256,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             return None
 
     def _leaves_out(self) -> bool:
-        """Return whether steps that cannot be taken are left out, and count one."""
+        """Return whether failed steps are skipped, and count one."""
         if self.param_groups[0].get("nonfinite", "raise") != "skip":
             return False
         self._skipped = self.stats["skipped"] + 1

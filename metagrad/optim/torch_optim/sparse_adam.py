@@ -19,8 +19,8 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
         w_t &= w_{t-1} - \eta \, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    After its first gradient, a row moves at every step, because its momentum does. Other rows stay, as in the dense
-    optimizer. So the table equals a table trained by ``torch.optim.Adam`` on dense gradients.
+    After its first gradient, a row moves at every step, because its momentum does. Other rows do not change,
+    as in the dense optimizer. So the table equals a table trained by ``torch.optim.Adam`` on dense gradients.
     ``torch.optim.SparseAdam`` is a different optimizer, which freezes the averages of rows without a gradient. The
     state holds only the rows that had a gradient. Dense gradients are supported, but ``torch.optim.Adam`` is faster
     for them.
@@ -45,7 +45,7 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
     takes_rows = True
 
     def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
-        """Compute a step. A table that has had row-sparse gradients takes a step of its rows."""
+        """Compute a step. A table that has received row-sparse gradients updates only its rows."""
         group, params, grads = work
         dense: tuple[Params, Params] = ({}, {})
         for key, p in params.items():

@@ -102,7 +102,7 @@ class PendingUpdate:
         states: New entries of the state of each parameter.
         rows: Rows of a table that move. None if whole parameters move.
         used: Other inputs that must be finite, by description.
-        implied: Slots that are finite if all other slots are finite.
+        implied: Slots that are known to be finite if all other slots are.
     """
 
     params: Params

@@ -58,7 +58,7 @@ class AxisProducts(RuleNode):
         return product.reshape(gradient.shape).to(gradient.dtype)
 
     def _along(self, place: str, value: Tensor, matrix: Tensor, axis: int) -> Tensor:
-        """Multiply along one axis, by a diagonal where the matrix is a vector."""
+        """Multiply along one axis. A matrix that is a vector is a diagonal."""
         size = value.shape[self.batch_ndim + axis]
         if matrix.shape not in ((size, size), (size,)):
             raise ValueError(

@@ -56,7 +56,7 @@ def chain(*links: Transform | Rule) -> Chain:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
 
     Raises:
-        TypeError: A link before the last is not a transform, or the last is not a rule.
+        TypeError: An argument before the last is not a transform, or the last is not a functional optimizer.
 
     Example:
         >>> rules = metagrad.optim.rules

@@ -43,7 +43,7 @@ class ClipByNorm(RuleNode):
         return ClipState(0)
 
     def transform(self, grads: Params, state: ClipState, params: Params) -> tuple[Params, ClipState]:
-        """Shorten the gradients of all parameters together."""
+        """Scale down the gradients of all parameters together."""
         grads = checked_gradients("clip_by_norm(...)", grads, params, takes_rows=self.batch_ndim == 0)
         limit = at_step("max_norm", self.max_norm, state.step)
         if not isinstance(limit, (int, float, Tensor)):
@@ -60,7 +60,7 @@ class ClipByNorm(RuleNode):
 
     def _norm(self, grads: Params) -> Tensor:
         tensors = [g.values if isinstance(g, RowSparse) else g for g in grads.values()]
-        # The squares of what float16 can hold are more than it can.
+        # Squares of float16 numbers may overflow float16.
         wide = map(widened, tensors)
         first, *others = [t.reshape(*t.shape[: self.batch_ndim], -1).square().sum(-1) for t in wide]
         return root(sum(others, first))
@@ -72,8 +72,8 @@ def clip_by_norm(max_norm: Hyperparameter) -> ClipByNorm:
     .. math:: g \leftarrow g \, \min(1, \, c / \|g\|)
 
     with the Euclidean norm over all parameters. If tasks are stacked, each task has its own norm. Unlike
-    ``torch.nn.utils.clip_grad_norm_``, it adds nothing to the norm. It is differentiable, also at a gradient of zero,
-    which stays zero.
+    ``torch.nn.utils.clip_grad_norm_``, it does not add a constant to the norm. It is differentiable, also at
+    a gradient of zero, which stays zero.
 
     Args:
         max_norm: Largest norm of a gradient, :math:`c`: a number, a tensor that may require grad, or a value
@@ -98,5 +98,5 @@ def clip_by_norm(max_norm: Hyperparameter) -> ClipByNorm:
 
 
 def _like(factor: Tensor, gradient: Tensor) -> Tensor:
-    """Give a factor for each task the axes of a gradient."""
+    """Reshape a factor for each task to broadcast over a gradient."""
     return factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))

@@ -17,7 +17,7 @@ class MaskState(NamedTuple):
 
     Attributes:
         rule: State of ``rule``.
-        other: State of ``other``. None if there is no such rule.
+        other: State of ``other``. None if there is no other optimizer.
     """
 
     rule: Any
@@ -69,7 +69,9 @@ class Mask(RuleNode):
 def mask(
     rule: Rule, names: str | Sequence[str] | Callable[[str], bool], *, other: Rule | None = None
 ) -> Mask:
-    """Make a rule for some parameters by name. Other parameters stay, or have another rule.
+    """Make a rule for some parameters by name.
+
+    Other parameters do not change, or use another functional optimizer.
 
     Args:
         rule: Rule of the parameters whose names match.

@@ -42,7 +42,7 @@ class Schedule(RuleNode):
         rule = self._at(0)
         for name, _ in self.functions:
             if isinstance(getattr(rule, name), (int, float)):
-                # A value of 0 would count as unused, but the structure of a state must not change later.
+                # A value of 0 would disable a slot, but the structure of the state must not change later.
                 rule = dataclasses.replace(rule, **{name: torch.ones(())})  # type: ignore[type-var]
         return ScheduleState(0, rule.init(params))
 
@@ -63,8 +63,8 @@ def schedule(rule: Rule, **values: Callable[[Any], Hyperparameter] | Hyperparame
     .. math:: w_{t+1} = \mathrm{update}_{h(t)}(w_t), \qquad t = 0, 1, \dots
 
     Args:
-        rule: Any rule that has these hyperparameters itself. To schedule one within a chain or a mask, schedule it
-            there: ``chain(clip_by_norm(1.0), schedule(adam(), lr=...))``.
+        rule: Any functional optimizer that has these hyperparameters. To schedule one within a chain or a
+            mask, schedule it there: ``chain(clip_by_norm(1.0), schedule(adam(), lr=...))``.
         **values: By the name of a hyperparameter, a function of the number of steps so far, which starts at 0. It
             returns a number or a tensor, which may require grad. A tensor ``[steps]`` works as for the rule itself.
             The function must depend only on its argument. In a compiled loop the argument is a 0-d tensor, so use
