@@ -53,7 +53,7 @@ class Place(NamedTuple):
         if isinstance(self.holder, dict):
             return dict.__getitem__(
                 self.holder, self.key
-            )  # without the method of a subclass, which may record the read
+            )  # bypass the method of a subclass, which may record the read
         if isinstance(self.holder, list):
             return self.holder[self.key]
         return getattr(self.holder, self.key)

@@ -34,7 +34,8 @@ class Influence:
     Attributes:
         scores: By how much the loss of a query grows if an example is left out, ``[queries, examples]``. Without
             queries ``[examples]``.
-        residual: :math:`|(G + \gamma) u - q| / |q|` of the solve for each query. It says how exact the inverse is.
+        residual: :math:`|(G + \gamma) u - q| / |q|` of the solve for each query. It measures the accuracy of
+            the inverse.
     """
 
     scores: Tensor
@@ -62,10 +63,11 @@ def influence(
 
     .. math:: s_{jn} = \frac{1}{N} \nabla q_j^\top (G + \gamma I)^{-1} \nabla \ell_n
 
-    to first order, for parameters at a minimum of the mean loss of N examples. The unit is the loss of one query. If
-    the loss is a sum, the factor 1 / N is absent. :math:`G` is the Gauss-Newton matrix of :func:`ggn`. A penalty
-    :math:`\tfrac{\gamma}{2} |\theta|^2` of the training belongs into ``damping``. Products with the Jacobian give the
-    scores, so gradients of single training examples are never stored.
+    to first order, for parameters at a minimum of the mean loss of N examples. The unit is the loss of one
+    query. If the loss is a sum, the factor 1 / N is absent. :math:`G` is the Gauss-Newton matrix of
+    :func:`ggn`. Pass the :math:`\gamma` of a training penalty :math:`\tfrac{\gamma}{2} |\theta|^2` as
+    ``damping``. Products with the Jacobian give the scores, so gradients of single training examples are
+    never stored.
 
     =========== =======================================================================================
     method      inverse
@@ -91,7 +93,7 @@ def influence(
 
     Raises:
         ValueError: As for :func:`ggn`. Also if a batch norm is in training mode, the queries do not depend on the
-            parameters, or the preconditioner is on others.
+            parameters, or the preconditioner has other parameters.
         SolveError: The matrix is singular or indefinite.
 
     Example:

@@ -50,7 +50,10 @@ Rows: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SeparateMatrices:
-    """A linear map of rows in which each row has its own matrix. All rows are multiplied or none."""
+    """A linear map of rows in which each row has its own matrix.
+
+    A call multiplies either all rows or none.
+    """
 
     products: Rows
 

@@ -20,7 +20,7 @@ from metagrad.core.substitution import exchanged, own_buffers
 from metagrad.curvature.operators.hessian import hessian
 
 _CALL = "Sharpness(optimizer, loss)"
-_ROUNDING = 10  # multiples of the precision of a loss, below which a difference of losses is noise
+_ROUNDING = 10  # differences of losses below this multiple of their rounding error are noise
 _DOUBLINGS, _HALVINGS = 20, 12
 
 
@@ -34,9 +34,9 @@ class Reading:
         slope: :math:`g^\top d`, the derivative of the loss along the update.
         curvature: :math:`d^\top H d / d^\top d`. NaN if it is below the rounding error.
         ratio: :math:`-2 g^\top d / d^\top H d`, the multiple of the update at which a quadratic loss is as high as
-            before. Below 1, the update climbs. Infinite if the curvature is not positive.
-        critical: The multiple of the update at which the loss is as high as before, by search. None if not requested,
-            infinite if there is none up to a million updates.
+            before. Below 1, the update increases a quadratic loss. Infinite if the curvature is not positive.
+        critical: The multiple of the update at which the loss is as high as before, by search. None if not
+            requested, infinite if the loss stays lower for up to a million updates.
         rounding: Bound of the rounding error of ``curvature``.
         top: The largest eigenvalue of the Hessian. None if not requested.
         trace: The trace of the Hessian. None if not requested.
@@ -61,10 +61,10 @@ class Sharpness:
     .. math:: d^\top H d \approx L(w + d) + L(w - d) - 2 L(w), \qquad
               g^\top d \approx \frac{L(w + d) - L(w - d)}{2}
 
-    for an update :math:`d` of parameters :math:`w`. A reading costs three forward passes and two copies of the
-    parameters. It needs no second derivatives, so it works with fused attention. Parameters, buffers and random
-    numbers are the same as without the watch, bit for bit. All evaluations draw the same random numbers. A step that
-    moves nothing, such as one that a GradScaler skips, has no reading.
+    for an update :math:`d` of parameters :math:`w`. A reading costs three forward passes and two copies of
+    the parameters. It needs no second derivatives, so it works with fused attention. Parameters, buffers and
+    random numbers are bitwise identical to a run without the watch. All evaluations draw the same random
+    numbers. A step that moves nothing, such as one that a GradScaler skips, has no reading.
 
     Parameters in half precision have steps below the rounding error. Their curvature is NaN.
 

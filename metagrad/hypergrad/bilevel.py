@@ -84,7 +84,8 @@ def bilevel(
             ``functools.partial(torch.optim.SGD, lr=0.1)``.
         outer: The optimizer of ``hyper``, as ``inner``.
         steps: Number of outer steps.
-        inner_steps: Number of inner steps for each outer step, 0 or more. ``Unroll`` takes its own steps.
+        inner_steps: Number of inner steps for each outer step, 0 or more. ``Unroll`` takes its own steps in
+            addition.
         method: The hypergradient method. None is ``CG()``.
         warm_start: Start each outer step from the parameters and optimizer state of the last one. Otherwise start
             again from ``params``.

@@ -51,7 +51,7 @@ class ImplicitMethod:
 
     @property
     def is_zero(self) -> bool:
-        """Whether u is zero, so the minimum is a constant."""
+        """Whether u is zero, so that the minimum counts as a constant."""
         return False
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:

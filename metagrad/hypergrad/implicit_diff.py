@@ -65,13 +65,14 @@ def implicit_diff(
             depends on its own parameters. Then the Hessians of all tasks are inverted together and independently.
         params: The minimum by name, dense floating point tensors of one dtype. Stacked tasks have ``[tasks, ...]``
             each. A parameter that the loss does not depend on is a constant.
-        method: An inverse of the Hessian: CG, Neumann, Exact or FirstOrder with a scale. Only CG and Exact, without
-            damping, are right at a higher order.
+        method: An inverse of the Hessian: CG, Neumann, Exact or FirstOrder with a scale. Only CG and Exact,
+            without damping, are correct at a higher order.
         order: How often the minimum can be differentiated. Above 1, the loss is evaluated again for each order.
         call: Name of the caller in errors.
 
     Returns:
-        The same values, differentiable ``order`` times if grad mode is enabled. One more derivative raises.
+        Parameters with the same values, differentiable ``order`` times if grad mode is enabled. One more
+        derivative raises.
 
     Raises:
         TypeError: ``method`` is not an inverse of the Hessian, or ``params`` are not such tensors.
@@ -112,7 +113,10 @@ def implicit_diff(
     hessians = _TaskHessians(call, losses, _entering(losses, leaves) or leaves, split)
 
     def solve(cotangents: Tensor) -> Tensor:
-        """Invert the Hessian. A row that is not finite stays so, which later checks of gradients report."""
+        """Invert the Hessian.
+
+        A row with NaN or Inf remains unchanged, and later checks of gradients report it.
+        """
         sound = cotangents.isfinite().all(-1, keepdim=True)
         b = torch.where(sound, cotangents, 0.0)
         solution = method.inverse(hessians, b)

@@ -64,7 +64,7 @@ class CG(ImplicitMethod):
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
-        # Below rounding errors, directions consist only of errors.
+        # If the residual is below rounding errors, directions consist only of errors.
         rtol = max(self.rtol, 4 * torch.finfo(b.dtype).eps)
         return _solved(operator, b, cg.CG(), self.damping, rtol=rtol, max_steps=self.steps)
 
@@ -241,7 +241,7 @@ class FirstOrder(ImplicitMethod):
 
     @property
     def is_zero(self) -> bool:
-        """Whether there is no identity."""
+        """Whether ``scale`` is zero, so that u is zero."""
         return self.scale == 0
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:

@@ -34,7 +34,7 @@ class RootRun(NamedTuple):
     steps: Tensor  # int64 [k]
     status: Tensor  # index into RESULTS, int64 [k]
     residuals: Tensor  # norms of f, [k]
-    relative: Tensor  # the same, relative to the start, [k]
+    relative: Tensor  # norms of f relative to the norms at the start, [k]
 
 
 class RootMethod(Protocol):
@@ -72,9 +72,10 @@ def iterated(f: Rows, method: RootMethod, x: Tensor, rtol: float, atol: float, m
 
 @dataclass(frozen=True)
 class NewtonKrylov:
-    r"""Newton's method, whose systems :math:`\partial f(x) \, d = -f(x)` are solved by GMRES, with a line search.
+    r"""Newton's method with a line search. GMRES solves its systems :math:`\partial f(x) \, d = -f(x)`.
 
-    A step is halved until :math:`|f|` decreases. Its system is solved to a residual that falls with :math:`|f|`.
+    A step is halved until :math:`|f|` decreases. The system of a step is solved to a tolerance that decreases
+    with :math:`|f|`.
 
     Args:
         krylov_steps: Maximum number of products of a system.
@@ -209,7 +210,7 @@ def _jacobian(f: Rows, x: Tensor) -> Rows:
 
 
 def _searched(f: Rows, now: Iterate, d: Tensor, active: Tensor) -> Iterate:
-    """Halve the step of each row until its residual decreases. A row without a decrease stays."""
+    """Halve the step of each row until its residual decreases. A row without a decrease does not move."""
     size, lengths = length(now.f), torch.ones_like(length(now.f))
     found, is_done = now, ~active
     for _ in range(_HALVINGS):

@@ -52,7 +52,7 @@ class Root:
 
     Attributes:
         value: The root, in the form of the start. Differentiable.
-        result: How it ended. For several rows, the first failure if there is one.
+        result: How it ended. How the solve ended. For several rows, the first failure if there is one.
         stats: Steps, residuals and evaluations.
     """
 
@@ -106,8 +106,8 @@ def root(
     Raises:
         ValueError: An argument is out of its range, or the values of ``f`` differ in shape from ``x0``.
         TypeError: ``f`` is not callable, or ``x0`` has an entry that is not a floating point tensor.
-        SolveError: With ``throw``, a row did not converge. In a backward pass, the linear solve failed, as of a
-            singular Jacobian.
+        SolveError: With ``throw``, a row did not converge. In a backward pass, the linear solve failed, for
+            example because the Jacobian is singular.
 
     Note:
         If a row does not converge, its norm of f may be at most a hundredth of the norm at the start, which gives a
@@ -202,7 +202,7 @@ def implicit_root(
     rtol: float = 1e-6,
     batch_ndim: Literal[0, 1] = 0,
 ) -> Any:
-    """Give a root that was found elsewhere its derivatives.
+    """Attach derivatives to a root that was found by other means.
 
     Args:
         f: As for :func:`root`.
@@ -267,7 +267,7 @@ class RootProblem:
         return tree_unflatten(tensors_of(rows, self._leaves), self._form)
 
     def residual(self, rows: Tensor) -> Tensor:
-        """Evaluate f. Every evaluation draws the same random numbers, and buffers stay."""
+        """Evaluate f. Every evaluation draws the same random numbers, and buffers do not change."""
         self.evaluations += 1
         if self._random is None:
             random = RandomState()

@@ -32,8 +32,8 @@ class Unroll:
     .. math:: \frac{d}{d\lambda} f(\phi_T(\lambda), \lambda), \qquad
               \phi_{t+1} = U(\phi_t, \nabla_\phi g(\phi_t, \lambda)), \quad \phi_0 = \mathrm{params}
 
-    The derivative is exact for these steps at any order. For the minimum, its error is as large as the steps are
-    unconverged.
+    The derivative is exact for these steps at any order. As a derivative of the minimum, its error depends on
+    how far the steps are from convergence.
 
     Args:
         rule: A rule of :mod:`metagrad.optim.rules`. Or a function of ``hyper`` that returns one, so that

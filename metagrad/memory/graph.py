@@ -83,7 +83,7 @@ class SavedGraph:
         return self._total
 
     def held_since(self, serial: int) -> int:
-        """Return the bytes that were saved from save number `serial` on and are still held.
+        """Return the bytes of all saves with number `serial` or higher that are still held.
 
         A storage counts even if an earlier save also holds it.
         """

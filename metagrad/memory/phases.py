@@ -65,7 +65,7 @@ class AllocatorMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.init()  # before this call the maximum cannot be reset
+        torch.cuda.init()  # torch cannot reset the maximum before CUDA is initialized
         self._device = device
 
     @property

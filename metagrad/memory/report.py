@@ -14,7 +14,7 @@ _HEAD_ROWS = 20
 _COLUMNS = ("phase", "before", "after", "peak", "peak delta", "graph", "at peak", "seconds")
 
 # The summary reports a leak if an outer step leaves more than this share of the bytes that it needs at its peak.
-# A list of losses stays below the share.
+# A growing list of losses stays below this share.
 _LEAK_SHARE = 0.01
 
 

@@ -1,8 +1,8 @@
 """The columns of a table: one parser for CSV files, mappings and data frames.
 
 A column holds integers, floats, dates or text. Typed entries keep their type. The fields of a CSV file are text.
-Text is stripped. It is parsed only if its use needs numbers or if its type is declared. Then every entry must match
-the pattern of that type. Ids such as ``007`` and ``1_11`` therefore stay as they are written.
+Text is stripped. It is parsed only if its use needs numbers or if its type is declared. In both cases every
+entry must match the pattern of the type. Ids such as ``007`` and ``1_11`` therefore stay as they are written.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
         dtype: Type of the array.
         types: Python types of its entries.
         pattern: Pattern of the text that can be parsed.
-        parse: Maps such text to an entry.
+        parse: Maps text of this pattern to an entry.
     """
 
     example: str
@@ -71,7 +71,7 @@ class Column(NamedTuple):
 
     Args:
         kind: A key of `KINDS`.
-        values: int64, float64, datetime64 or object, [rows]. The value of a row without one is arbitrary.
+        values: int64, float64, datetime64 or object, [rows]. The entry of a row without a value is arbitrary.
         missing: True where a row has no value, [rows] bool.
     """
 
@@ -200,7 +200,7 @@ def _kind_of(types: Collection[type]) -> str | None:
 
 
 def _put(values: Array, row: int, kind: Kind, entry: Any, is_text: bool) -> bool:
-    """Store an entry in an array. Return whether it has the type, or is text that can be parsed."""
+    """Store an entry in an array. Return whether the entry has the type, or is text that can be parsed."""
     with contextlib.suppress(ValueError, OverflowError):  # no such day, or too large for int64
         if is_text and kind.dtype != "object":
             entry = kind.parse(entry) if kind.pattern.fullmatch(entry) else None

@@ -55,7 +55,7 @@ class Basis:
 
 
 def left_out(lower: Tensor) -> Tensor:
-    """Return the directions that the span loses if one vector is left out: unit rows :math:`s_i`, [k, k].
+    """Return the direction that the span loses without each vector: unit rows :math:`s_i`, [k, k].
 
     The rows :math:`Q` are a basis of k vectors. The span of all vectors but the i-th has the projector :math:`Q^T (I
     - s_i s_i^T) Q`. Here :math:`s_i` is the normalized i-th column of the inverse of ``lower``, which is orthogonal

@@ -24,8 +24,8 @@ def diagonal(
 
     .. math:: \mathrm{diag} A = E[z \odot A z], \qquad z \in \{-1, 1\}^n
 
-    The error of an element is the norm of its off-diagonal row over sqrt(probes). Diagonal maps are exact. Stored are
-    four n-vectors and a chunk.
+    The error of an element is the norm of its off-diagonal row over sqrt(probes). Diagonal maps are exact.
+    Memory: four n-vectors and a chunk.
 
     Args:
         operator: The map, n x n and symmetric.
@@ -63,8 +63,8 @@ def diagonal(
 class _Signs(Estimator):
     """The mean of z * Az over probes of signs, and its standard error, in one pass over the probes.
 
-    The summed squares are squares of z * Az - d0, where d0 is the mean over the first piece. This way the standard
-    error of an element without variance has no cancellation error.
+    The summed squares are squares of z * Az - d0, where d0 is the mean over the first piece. Therefore the
+    standard error of an element without variance has no cancellation error.
     """
 
     name = "hutchinson"

@@ -17,9 +17,9 @@ def student_t(level: float, degrees: int) -> float:
 
     .. math:: P(|T| \le t) = \mathrm{level}
 
-    Up to 200 degrees of freedom, the finite trigonometric series of the distribution is inverted by bisection.
-    Beyond, the normal quantile is corrected by an expansion in inverse degrees of freedom. The relative error is
-    below 1e-7 for levels up to 0.9999.
+    Up to 200 degrees of freedom, the finite trigonometric series of the distribution is inverted by
+    bisection. For more degrees of freedom, the normal quantile is corrected by an expansion in their inverse.
+    The relative error is below 1e-7 for levels up to 0.9999.
 
     Args:
         level: The probability, between 0 and 1.
@@ -83,15 +83,17 @@ class Estimate:
 
     .. math:: \mathrm{value} \pm t_{\mathrm{level}, \, \mathrm{samples} - 1} \cdot \mathrm{stderr}
 
-    The interval is Student's. It covers its level if the samples are many or approximately normal. Ten samples of a
-    skewed quantity (few large eigenvalues) cover up to ten percent less.
+    The interval is Student's. The interval reaches its level if there are many samples, or if they are
+    approximately normal. With ten samples of a skewed quantity (few large eigenvalues), coverage is up to ten
+    percent lower.
 
     Attributes:
         value: The estimate, a tensor of any shape. Differentiable if the products are.
         stderr: Its standard error, in the same shape, at least the size of rounding errors. A constant for
             derivatives. Infinite after a single sample.
-        samples: Number of samples behind the standard error. If it is zero, nothing was sampled. ``stderr`` is then a
-            bound on the error, and the interval is the same at every level.
+        samples: Number of samples behind the standard error. Number of samples behind the standard error. If
+            it is zero, nothing was sampled. ``stderr`` is then a bound on the error, and the interval is the
+            same at every level.
         matvecs: Number of products with the operator.
         method: Name of the method. For ``"auto"``, the method that it chose.
         converged: False if ``rtol`` was given and not reached.
@@ -116,7 +118,7 @@ class Estimate:
     quantity: str = "estimate"
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return the ends of the interval that covers the true value with probability ``level``.
+        """Return the bounds of the interval that contains the true value with probability ``level``.
 
         Args:
             level: Between 0 and 1. Each element of a value has its own interval of this level.
@@ -190,7 +192,7 @@ def standard_error(samples: Tensor, floor: Tensor, inflation: Tensor | None = No
 
 
 def _with_error(value: float, stderr: float) -> str:
-    """Format a value to the digit of the second significant digit of its error."""
+    """Format a value to the decimal place of the second significant digit of its error."""
     if not (math.isfinite(value) and math.isfinite(stderr) and value and stderr):
         return f"{value:.6g} +- {stderr:.2g}"
     decimals = 1 - math.floor(math.log10(stderr))

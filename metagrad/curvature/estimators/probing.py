@@ -99,7 +99,7 @@ class Estimator(Protocol):
     """Whether probes are projected, so that the sphere is the default distribution."""
 
     def extend(self, products: int) -> None:
-        """Spend ``products`` more products, or fewer if more would add nothing."""
+        """Spend ``products`` more products, or fewer if further products add no information."""
         ...
 
     def estimate(self) -> Estimate:
@@ -119,9 +119,9 @@ def checked_budget(call: str, probes: int | None, rtol: float | None, least: int
 def spend(estimator: Estimator, budget: int, rtol: float | None, least: int = 1) -> Estimate:
     """Spend the budget, or with ``rtol`` as much of it as is needed.
 
-    Batches make the total 16, 24, 36, ... Each adds a half, so at most a third of the products were unnecessary. The
-    interval is checked only a few times, because each check is a chance to stop too early. A batch has at least
-    ``least`` products.
+    Batches make the total 16, 24, 36, ... Each batch grows the total by half, so at most a third of the
+    products are unnecessary. The interval is checked only a few times, because each check is a chance to stop
+    too early. A batch has at least ``least`` products.
     """
     if rtol is None:
         estimator.extend(budget)
@@ -144,7 +144,10 @@ def is_tight(estimate: Estimate, rtol: float) -> bool:
 
 
 def _batches(budget: int, least: int) -> Iterator[int]:
-    """Yield batches that sum to the budget. The last one includes a rest that is too small for a batch."""
+    """Yield batches that sum to the budget.
+
+    The last batch includes a remainder that is too small for its own batch.
+    """
     spent = 0
     while spent < budget:
         batch = min(max(FIRST if not spent else spent // 2, least), budget - spent)

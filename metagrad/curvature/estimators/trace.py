@@ -63,7 +63,7 @@ class Hutchinson(Estimator):
 
 
 def _forms(probes: Tensor, products: Tensor) -> Tensor:
-    """Return z^T A z and ||A z||^2, [k, 2]. The mean of the second is the squared Frobenius norm."""
+    """Return z^T A z and ||A z||^2, [k, 2]. The mean of ||A z||^2 is the squared Frobenius norm."""
     return torch.stack([(probes * products).sum(1), products.square().sum(1)], 1)
 
 
@@ -73,7 +73,7 @@ class ExactTrace(Hutchinson):
     name = "exact"
 
     def extend(self, products: int) -> None:
-        """Make all n products, for any ``products``."""
+        """Compute all n products, whatever ``products`` is."""
         probing = self.probing
         for start in range(0, probing.n, probing.rows):
             units = probing.zeros(min(probing.rows, probing.n - start), probing.n)
@@ -122,7 +122,7 @@ class HutchPlusPlus(Estimator):
             self.probes = self.probes - inside @ new
             self.products = self.products - inside @ products_of_new
         probes = probing.draw(products - 2 * grown)
-        for _ in range(2):  # one pass leaves rounding errors of the size of the probe, not of its rest
+        for _ in range(2):  # one pass leaves rounding errors relative to the probe, not to its projection
             probes = probes - inner(probes, basis.rows) @ basis.rows
         self.probes = torch.cat([self.probes, probes])
         self.products = torch.cat([self.products, probing.multiply(probes)])
@@ -147,7 +147,7 @@ class HutchPlusPlus(Estimator):
 
 
 class AutoTrace(Estimator):
-    r"""Estimate the trace by XTrace if its subspace pays, otherwise by Hutchinson's estimator.
+    r"""Estimate the trace by XTrace if its subspace helps, otherwise by Hutchinson's estimator.
 
     For b products, XTrace has b / 2 probes and a subspace of b / 2 dimensions. Hutchinson's estimator has b probes.
     If there are only r nonzero eigenvalues, all equal, the subspace holds the share b / 2r of them. XTrace's variance

@@ -138,8 +138,8 @@ def _scaled(rest: Tensor, scales: Scales) -> Tensor:
     return rest if scales is None else rest * (scales[0] / scales[1])
 
 
-LEAST = 0.25  # lower bound for the estimate of k Cov / s^2, which comes from few and noisy pairs
-MARGIN = 1.3  # factor on the covariance, whose estimate is unbiased but too low more than half of the time
+LEAST = 0.25  # lower bound for the estimate of k Cov / s^2, because few pairs make it noisy
+MARGIN = 1.3  # factor on the covariance, whose unbiased estimate is usually too low
 
 
 def inflation(samples: Tensor, covariance: Tensor, most: float) -> Tensor:

@@ -29,8 +29,8 @@ class Factors(NamedTuple):
 class Sums(NamedTuple):
     """Sums over the rows of some examples, which give the factors. Sums of two batches add up."""
 
-    inputs: Any  # of a a^T, [inputs, inputs]
-    outputs: Any  # of g g^T, [outputs, outputs]
+    inputs: Any  # sum of a a^T, [inputs, inputs]
+    outputs: Any  # sum of g g^T, [outputs, outputs]
     num_examples: int
     num_rows: int  # examples times positions
 
@@ -131,11 +131,11 @@ def updated(
 
     Args:
         block: The block, empty before the first estimate.
-        sums: Over all examples of a step.
+        sums: Sums over all examples of a step.
         weight: The factor :math:`w`. It is N for gradients of a mean over examples, which contain :math:`1 / N`, so
             that :math:`w \sum_n g_n g_n^\top` is an average. It is 1 for gradients of a sum.
-        decay: The most that is kept of an average, :math:`\beta`.
-        damping: The damping of the inverses. None leaves them as they are.
+        decay: Maximum decay rate :math:`\beta` of an average.
+        damping: The damping of the inverses. None does not recompute the inverses.
 
     Raises:
         torch.linalg.LinAlgError: A factor is singular: the damping is zero, or below its rounding errors.
@@ -175,7 +175,7 @@ def diagonalized(
     Args:
         block: The block.
         squares: A basis to the second moments in it.
-        decay: How much of them is kept in the basis of before.
+        decay: Decay rate of the second moments while the basis is unchanged.
         is_due: Whether the basis is renewed.
     """
     if is_due:
@@ -223,7 +223,10 @@ class Eigenblock(NamedTuple):
 
     @classmethod
     def of_factors(cls, names: tuple[str, ...], left: Tensor, right: Tensor | None = None) -> Eigenblock:
-        """Make the Kronecker product of two factors, or one matrix. A left factor that is a vector is a diagonal."""
+        """Make the Kronecker product of two factors, or one matrix.
+
+        If the left factor is a vector, it is the diagonal of a matrix.
+        """
         (rows, vectors), one = eigenpairs(left), left.new_ones(1, 1)
         if right is None:
             return cls(names, vectors, one, rows.unsqueeze(1))

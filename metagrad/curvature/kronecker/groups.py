@@ -26,7 +26,7 @@ Sharing = Literal["expand", "reduce"]
 Other = Literal["error", "diagonal", "identity"]
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _torch.BatchNorm, _torch.InstanceNorm)
-_LARGEST_FULL = 1024  # numbers of a layer of norms, beyond which its block is a diagonal
+_LARGEST_FULL = 1024  # maximum number of parameters of a norm layer with a full block
 
 
 class LayerGroup:
@@ -114,7 +114,7 @@ class Groups:
         self._is_checked = False
         self.rows: dict[
             tuple[str, ...], bool
-        ] = {}  # whether their whole matrix is estimated, or its diagonal
+        ] = {}  # whether the full matrix is estimated, or only its diagonal
         self._sums: dict[tuple[str, ...], Any] = defaultdict(float)
         own = dict(model.named_parameters(remove_duplicate=False))
         names, members = {id(own[name]): name for name in problem.params}, defaultdict[Any, list[Any]](list)
@@ -222,13 +222,13 @@ def refuse_batch_norms(call: str, model: object) -> None:
 def _is_known(layer: Any, weight: Any) -> bool:
     """Return whether the block of a layer is a Kronecker product. A subclass may compute anything."""
     if type(layer) not in (*KNOWN, nn.Embedding) or weight.shape != layer.weight.shape:
-        return False  # also a bias without its weight
+        return False  # including a bias without its weight
     options = {"groups": 1, "scale_grad_by_freq": False, "max_norm": None}
     return all(getattr(layer, name, value) == value for name, value in options.items())
 
 
 def _counted(evaluation: ModelEvaluation, rows: Tensor) -> Tensor:
-    """Return the rows ``[positions, size]`` whose position or example has a datum with a weight in the loss."""
+    """Return the rows ``[positions, size]`` of positions or examples that count in the loss."""
     known = evaluation.known
     if known is not None and not bool((known.scale != 0).all()):
         for shape in (rows.shape[:2], rows.shape[:1]):

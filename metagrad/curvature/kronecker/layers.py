@@ -28,12 +28,12 @@ def known_layers(call: str, model: nn.Module, own: Collection[Tensor]) -> dict[s
         own: The parameters that move.
 
     Raises:
-        ValueError: A parameter that moves belongs to a grouped convolution, or to a layer and another module.
+        ValueError: A trained parameter belongs to a grouped convolution, or to a layer and another module.
 
     Warns:
         UserWarning: Other modules have parameters, which then move along the plain gradient.
     """
-    # A subclass may compute anything: only the layers themselves are known.
+    # Subclasses do not count as known layers, because they may compute anything.
     layers: dict[str, Layer] = {
         name: module  # type: ignore[misc]
         for name, module in named_modules(model)

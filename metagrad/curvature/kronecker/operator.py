@@ -51,7 +51,8 @@ def kfac(
     with :math:`a` the inputs of a layer, a 1 for its bias among them, and :math:`g` the gradients of its outputs. The
     matrix has the scale of :func:`fisher` and :func:`ggn`. Its products, inverse, root and log-determinant are exact,
     from the eigenvectors of the factors. As a preconditioner of :func:`ggn` it pays off at small damping. If the
-    predictions are nearly certain, few sampled labels differ from them. Then take ``fisher="exact"`` or more samples.
+    predictions are nearly certain, few sampled labels differ from them. In this case use ``fisher="exact"``
+    or more samples.
 
     =========================== ==========================================================================
     layer                       block
@@ -83,8 +84,8 @@ def kfac(
         reduction: As for :func:`fisher`.
 
     Raises:
-        ValueError: As for :func:`fisher`. Also if a batch norm is in training mode, a parameter has no known layer,
-            or it is used outside of the calls of its layer.
+        ValueError: As for :func:`fisher`. Also if a batch norm is in training mode, or a parameter has no
+            known layer or is used outside of the calls of its layer.
         TypeError: ``model`` is no module, or the data can be iterated over only once.
 
     Example:
@@ -119,7 +120,7 @@ def kfac(
         total: float | Tensor = 0.0
         for evaluation in kept or map(groups.observe, each_batch(call, data, problem.space.device)):
             count = count_of(call, evaluation.batch, evaluation.known, reduction)
-            if count is None or count:  # the mean over no data is nan, as if all labels are ignored
+            if count is None or count:  # the mean over no data is nan, for example if all labels are ignored
                 with torch.autocast(problem.space.device.type, enabled=False):
                     groups.add(evaluation, _columns(evaluation, fisher, samples, labels, count))
             total = 1.0 if count is None else total + count
@@ -131,7 +132,7 @@ def _columns(
     evaluation: ModelEvaluation, fisher: Kind, samples: int, labels: Labels, count: float | Tensor | None
 ) -> Iterator[list[Tensor]]:
     """Yield cotangents of the outputs. Their outer products for each example add up to ``count`` times the matrix."""
-    root = 1.0 if count is None else float(count) ** 0.5  # an int64 tensor has a root in float32
+    root = 1.0 if count is None else float(count) ** 0.5  # the square root of an int64 tensor is float32
     if fisher == "exact":
         known = known_loss(evaluation)
         places = known.output.detach().reshape(evaluation.num_examples, -1)
@@ -215,7 +216,7 @@ class Kronecker(Operator):
             b: The right-hand side. The solution has its form.
             damping: As for :meth:`root`.
             split: As for :meth:`root`.
-            **options: Options of other operators, which an exact solve does not need.
+            **options: Options of the solve of other operators, which are ignored because this solve is exact.
         """
         named = self.space.unflatten(b) if isinstance(b, Tensor) else b  # checks the size
         flat = self.space.flatten(named, call="K.solve(b)")

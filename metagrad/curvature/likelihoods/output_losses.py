@@ -1,7 +1,7 @@
 r"""Curvature of a loss with respect to the output of a model, in closed form: products and random scores.
 
-Every loss here is a negative log-likelihood, :math:`L = \sum_n s_n \ell_n`. The weight :math:`s_n` of a datum counts
-it as so many data, and is divided by the divisor of the mean. Vectors have the shape of the output. Several vectors
+Every loss here is a negative log-likelihood, :math:`L = \sum_n s_n \ell_n`. The weight :math:`s_n` is the
+weight of a datum over the divisor of the mean. Vectors have the shape of the output. Several vectors
 have more dimensions in front.
 """
 

@@ -1,4 +1,4 @@
-"""Recognition of known losses: a loss is called, and the torch.nn function that returned its value is noted."""
+"""Recognition of known losses: a loss is called, and the function of its value is recorded."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _Call(NamedTuple):
     function: Callable[..., Tensor]
     arguments: _Arguments
     result: Tensor  # kept alive, so no other tensor gets its id
-    node: Node | None  # of the result, as it was returned
+    node: Node | None  # autograd node of the result when it was returned
 
 
 class _LossCalls(Dispatch):
@@ -103,7 +103,7 @@ def _watched(loss: Callable[[], Tensor]) -> tuple[Tensor, _Call | None]:
     with _LossCalls() as watch:
         value = loss()
     call = watch.calls.get(id(value))
-    if call is None or call.node is not value.grad_fn:  # written in place since, as by loss /= 2
+    if call is None or call.node is not value.grad_fn:  # modified in place since, for example by loss /= 2
         return value, None
     is_deprecated = any(call.arguments.get(name) is not None for name in ("size_average", "reduce"))
     return value, None if is_deprecated or value.ndim else call

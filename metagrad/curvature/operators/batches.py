@@ -209,7 +209,10 @@ def checked_deterministic(operator: BatchedOperator, model: nn.Module | None = N
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """Return the norm of a difference relative to the larger vector. It is nan if either vector has one."""
+    """Return the norm of a difference relative to the larger vector.
+
+    It is nan if either vector contains nan.
+    """
     return float(
         linalg.vector_norm(a - b)
         / torch.maximum(linalg.vector_norm(a), linalg.vector_norm(b)).clamp(min=torch.finfo(a.dtype).tiny)

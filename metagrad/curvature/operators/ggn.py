@@ -65,7 +65,8 @@ def ggn(
         chunk: As for :func:`hessian`.
         create_graph: Make products differentiable with respect to vectors and ``params``, which must then require
             grad.
-        reduction: As for :func:`hessian`, for several batches. Required if the loss is not known in closed form.
+        reduction: How the loss of a batch reduces its terms, as for :func:`hessian`, for several batches.
+            Required if the loss is not known in closed form.
 
     Returns:
         An operator, which is a context manager.

@@ -115,7 +115,7 @@ class Examples:
     def _mapped(self, fn: Callable[..., Any], at_once: int | None, params: Any) -> Any:
         mapped = torch.func.vmap(fn, (None, *(0 for _ in self.data)), chunk_size=at_once)
         with unfused_attention():
-            if not self._may_have_norms:  # a mode costs as much as a small operation
+            if not self._may_have_norms:  # a function mode costs as much as a small operation
                 return mapped(params, *self.data)
             with composite_norms() as norms:
                 found = mapped(params, *self.data)

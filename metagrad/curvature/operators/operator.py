@@ -127,7 +127,7 @@ class Operator:
             flat = self.space.flatten(vectors, call="H @ v")
             return self.space.unflatten(self.multiply(flat))
         if isinstance(vectors, SparseTensor):
-            vectors = vectors.to_dense()  # has the size of the result
+            vectors = vectors.to_dense()  # this tensor has the size of the result
         if not is_a(vectors, Tensor):
             raise TypeError(
                 "H @ v: v must be a dict of parameters, a vector [n] or a matrix [n, k], got "
@@ -334,7 +334,7 @@ class OperatorSum(Operator):
 
 
 class OperatorWrapper(Operator):
-    """An operator made from another operator, which it closes."""
+    """An operator made from another operator, and closed with it."""
 
     def __init__(self, operator: Operator, space: ParameterSpace | None = None) -> None:
         super().__init__(operator.space if space is None else space)

@@ -1,4 +1,4 @@
-"""Conjugate gradients, row by row, with negative curvature and the stopping rules of optimizers."""
+"""Conjugate gradients for each row, with negative curvature and the stopping rules of optimizers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ConjugateGradients:
         progress: As in :class:`CG`.
         follows_negative: If the curvature :math:`\kappa = p^T A p / p^T M p` is not above rounding errors, take one
             last step along p by its absolute value (Dauphin et al., NeurIPS 2014). If the curvature is only rounding,
-            the step is scaled by M, as in gradient descent. If False, a row ends with the iterate before.
+            the step is scaled by M, as in gradient descent. If False, a row ends with the previous iterate.
     """
 
     products: Callable[[Tensor, Tensor], Tensor]
@@ -89,7 +89,7 @@ class ConjugateGradients:
             scale=torch.zeros_like(rz.detach()),
             steps=torch.zeros_like(status),
             status=status,
-            direction=b.new_zeros(()).expand_as(b),  # takes no memory until there is one
+            direction=b.new_zeros(()).expand_as(b),  # a stand-in without memory until a direction is found
             models=self._models((), x, b, r),
             products=0,
         )

@@ -10,7 +10,7 @@ from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import RUNNING, Run, begun, ended, fill, is_finite, length
 from metagrad.curvature.solvers.solution import Result
 
-_LITTLE = 0.99  # factor of the residual in a cycle, above which the next cycle would change nothing
+_LITTLE = 0.99  # above this reduction factor of a cycle, further cycles do not help
 
 
 def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, restart: int = 50) -> Run:
@@ -47,7 +47,7 @@ def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, resta
             x, steps, count = x + change, steps + taken, count + int(taken.max()) + 1
             r = torch.where(active[:, None], b - products(x), r)
             status = fill(status, ~is_finite(r), Result.NON_FINITE)
-            # The recurrence and the true residual differ by rounding.
+            # The residual of the recurrence differs from the true residual by rounding.
             status = fill(status, length(r) <= 2 * tolerance, Result.CONVERGED)
             status = fill(status, length(r) > _LITTLE * before, Result.STAGNATED)
     return Run(x, steps, ended(status), torch.zeros_like(x))
@@ -64,7 +64,7 @@ def _cycle(products: Rows, r: Tensor, active: Tensor, tolerance: Tensor, size: i
     found, steps = r.new_zeros(k, size), torch.zeros_like(active, dtype=torch.int64)
     for j in range(size):
         w = products(Q[:, j])
-        for _ in range(2):  # once leaves rounding errors of the size of the residual
+        for _ in range(2):  # one pass leaves rounding errors of the size of the residual
             h = (Q[:, : j + 1] @ w[:, :, None])[:, :, 0]
             H[:, : j + 1, j] += h
             w = w - (h[:, None] @ Q[:, : j + 1])[:, 0]

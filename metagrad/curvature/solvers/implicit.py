@@ -191,7 +191,7 @@ def _differentiable(
 
 
 def _transposed_product(inverse: Inverse, y: Tensor, u: Tensor) -> Tensor:
-    """Multiply rows with the transpose of A at a point on the tape."""
+    """Multiply rows with the transpose of A at a point, on the autograd graph."""
     if inverse.products is not None:
         return inverse.products(u)
     with torch.enable_grad():
@@ -203,9 +203,9 @@ def _transposed_product(inverse: Inverse, y: Tensor, u: Tensor) -> Tensor:
 class _Gate(Function):
     """Passes cotangents to the step before only if a gradient is being differentiated.
 
-    Its second output is the switch. In a first backward pass, the switch has no cotangent. The cotangent of the first
-    output is then A u = g, which the step has already used. If :class:`_Switch` has run in the same backward pass, a
-    gradient is being differentiated, and the cotangent is passed to ``before``.
+    Its second output is the switch. In a first backward pass, the switch has no cotangent. The cotangent of
+    the first output is then A u = g, which the step has already processed. If :class:`_Switch` has run in the
+    same backward pass, a gradient is being differentiated, and the cotangent is passed to ``before``.
     """
 
     @staticmethod

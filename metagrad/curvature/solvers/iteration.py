@@ -42,7 +42,10 @@ class Solver:
     no_preconditioner: ClassVar[str | None] = None
 
     def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Solver, Rows | None]:
-        """Choose what depends only on the operator. Return the solver and preconditioner to run."""
+        """Choose the options that depend only on the operator.
+
+        Return the solver and preconditioner to run.
+        """
         if precondition is not None and self.no_preconditioner is not None:
             raise ValueError(f"solve(..., preconditioner): {self.no_preconditioner}")
         return self, precondition

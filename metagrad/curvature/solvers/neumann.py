@@ -105,7 +105,7 @@ class Neumann(Solver):
 
 
 def _largest_eigenvalue(system: LinearSystem) -> float:
-    """Estimate the largest eigenvalue of positive operators from below, most likely by at least half of it."""
+    """Estimate the largest eigenvalue of positive operators from below, usually to within a factor of two."""
     v = draw_for(system, system.num_matrices or 1, "rademacher", system.generator)
     size = v.new_zeros(())
     for _ in range(POWER_STEPS):

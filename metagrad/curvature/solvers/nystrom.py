@@ -72,7 +72,7 @@ class Nystrom:
             damping: The number :math:`\mu`, 0 or more. With 0, directions of eigenvalue 0 do not change.
         """
         damped = self.eigenvalues + damping
-        positive = damped > 0  # elsewhere the operator is unknown, and vectors do not change
+        positive = damped > 0  # outside of the subspace the operator is unknown, and vectors do not change
         level = torch.where(positive, damped, torch.inf).min()
         gain = torch.where(positive, level / torch.where(positive, damped, 1.0) - 1, 0.0)
         return lambda rows: rows + self._scaled(rows, gain)

@@ -69,7 +69,7 @@ class Stats:
         matvecs: Total number of vectors multiplied with the operator. It includes products that set up a
             preconditioner and that check symmetry and residuals.
         direction: Directions d of negative curvature with ``d^T (A + damping I) d <= 0`` and norm 1, [k, n]. Zero for
-            right-hand sides that did not meet it. None if no one did.
+            right-hand sides that did not meet it. None if no right-hand side met negative curvature.
     """
 
     results: tuple[Result, ...]
@@ -84,7 +84,7 @@ class Solution:
     """The result of :func:`solve`.
 
     Attributes:
-        value: The solution, in the shape of the right-hand side. If the solve failed, the last finite iterate.
+        value: The solution, in the shape of the right-hand side. The last finite iterate if the solve failed.
         result: How the solve ended. For many right-hand sides, the first failure if there is one.
         stats: Steps, residuals and products of the solve.
 

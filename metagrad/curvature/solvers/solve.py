@@ -84,8 +84,8 @@ def solve(
         x0: The start, in the shape of ``b``. None is 0.
         throw: Raise unless the solve succeeds.
         generator: Draws the vectors of methods that need random ones.
-        order: Number of derivatives. Each stores the graph of one product, and one too many raises. There is no limit
-            if only ``b`` requires grad.
+        order: Number of derivatives. Each order stores the graph of one product, and a derivative of higher
+            order raises. There is no limit if only ``b`` requires grad.
         check_symmetry: Check a single operator and the preconditioner on a random pair of vectors. It costs two
             products.
 

@@ -101,8 +101,8 @@ def eigenvalues(
         max_basis: Maximum number of vectors that Lanczos stores, from k + 2. More vectors need fewer products. The
             default is the larger of 2 k + 1 and 40, but at most n. With n or more, the result is exact.
         copies: Search for copies of repeated eigenvalues: the next eigenvector orthogonal to the found ones must
-            not be a wanted one. It about doubles the products. Without it, one value may stand for several copies of
-            an eigenvalue, and later values are then not the next ones. If no eigenvalue is repeated, as is typical at
+            not be a wanted one. It about doubles the products. Without the search, a repeated eigenvalue may
+            appear once, and later values then skip its copies. If no eigenvalue is repeated, as is typical at
             the ends of the spectrum of a network's Hessian, both results are equal.
         generator: Draws the start vectors.
 
@@ -143,7 +143,7 @@ def eigenvalues(
     search = partial(
         thick_restart_lanczos, which=which, rtol=rtol, max_basis=max_basis, generator=generator, call=_CALL
     )
-    budget -= k  # the last k are for the residuals
+    budget -= k  # the last k products compute the residuals
     found = search(operator, k, max_matvecs=budget)
     while copies and found.settled and not found.is_whole:
         rest, count = _deflated(operator, found, which), 2 if which == "both" else 1
@@ -168,7 +168,7 @@ _CALL = "eigenvalues(operator, k)"
 def _deflated(operator: LinearMap, found: Subspace, which: SpectrumEnd) -> Any:
     """Return the operator with the found eigenvectors moved away from the wanted ends of the spectrum."""
     inside = {"largest": -found.scale, "smallest": found.scale, "magnitude": 0.0}
-    value = inside.get(which, float(found.values[-2:].mean()))  # between the ends
+    value = inside.get(which, float(found.values[-2:].mean()))  # the middle of the wanted ends
 
     def multiply(rows: Tensor) -> Tensor:
         own = inner(rows, found.vectors) @ found.vectors

@@ -222,7 +222,7 @@ def _sample(
 def _from_fewer_steps(
     state: LanczosState, i: int, function: Callable[[Tensor], Tensor], call: str
 ) -> list[Tensor]:
-    """Return the quadrature from half and from a quarter of the steps, or from all if the space is invariant."""
+    """Return the quadrature of half and a quarter of the steps, or of all if the space is invariant."""
     steps, n = state.basis.shape[1:]
     if state.sizes[i] < steps or steps == n:
         fewer = [state.sizes[i]] * 2

@@ -91,7 +91,7 @@ def thick_restart_lanczos(
         Appl. 22, 2000.
     """
     space = _start(operator, max_basis, generator)
-    every = max(1, max_basis // 16)  # a small dense problem is solved each time
+    every = max(1, max_basis // 16)  # each check solves a small dense problem
     while True:
         space = _extend(operator, space, generator, call)
         exhausted, full = space.matvecs >= max_matvecs, space.size == max_basis
@@ -152,7 +152,7 @@ def random_unit(basis: Tensor, generator: torch.Generator | None) -> Tensor:
 def _extend(
     operator: LinearMap, space: KrylovSpace, generator: torch.Generator | None, call: str
 ) -> KrylovSpace:
-    """Multiply the next vector. The direction that the product adds to the space is the vector after it."""
+    """Multiply the next vector. The next vector is the direction that the product adds to the space."""
     basis, projected, j = space.basis, space.projected, space.size
     scale = torch.tensor([space.scale], dtype=torch.float64)
     step = lanczos_step(

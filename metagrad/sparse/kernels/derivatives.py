@@ -32,9 +32,10 @@ Result = TypeVar("Result")
 def nestable(jvp: Callable[..., Result]) -> Callable[..., Result]:
     """Return a ``jvp`` of an ``autograd.Function`` that forward mode can differentiate.
 
-    torch 2.13 calls ``jvp`` with forward mode switched off. ``jacfwd(jacfwd(f))`` then omits every term that depends
-    on the tangent, without an error (pytorch issue 197867). This decorator switches forward mode on. The rule must
-    pass saved tensors through :func:`primal`: they have tangents on the same level, and would call the rule again.
+    torch 2.13 calls ``jvp`` with forward mode switched off. ``jacfwd(jacfwd(f))`` then omits every term that
+    depends on the tangent, without an error (pytorch issue 197867). This decorator switches forward mode on
+    again. The rule must pass saved tensors through :func:`primal`: they have tangents on the same level, and
+    would call the rule again.
     """
 
     @functools.wraps(jvp)

@@ -158,7 +158,7 @@ def _whole_vector(x: Tensor) -> Tensor:
 
 
 def _own_dtype(operand: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off. It would cast one operand to a dtype without CSR products."""
+    """Switch autocast off. Autocast would cast one operand to a dtype without CSR products."""
     kind = operand.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 

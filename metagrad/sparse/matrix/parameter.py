@@ -33,7 +33,7 @@ class Parameter(Operators, Module):
         requires_grad: True to train the values.
 
     Raises:
-        ValueError: ``a`` was computed from other tensors. The parameter would not depend on them.
+        ValueError: ``a`` was computed from other tensors. The parameter would not depend on these tensors.
         TypeError: ``a`` is not a SparseTensor.
 
     Example:
@@ -89,7 +89,10 @@ class Parameter(Operators, Module):
         return torch.cat([shape[:, None], torch.stack([self.pattern.row, self.pattern.col])], 1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Do nothing. The pattern is fixed, and the pattern of a ``state_dict`` has been compared already."""
+        """Do nothing.
+
+        The pattern is fixed, and loading has already compared the pattern of the ``state_dict``.
+        """
 
     def _load_from_state_dict(
         self,

@@ -102,7 +102,7 @@ class SparseTensor(Conversions, Operators):
     """
 
     __slots__ = ()
-    __array_priority__ = 1000  # numpy leaves mixed arithmetic to us, which raises
+    __array_priority__ = 1000  # NumPy leaves mixed arithmetic to this class, which raises
 
     if not TYPE_CHECKING:
 

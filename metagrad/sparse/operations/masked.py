@@ -57,7 +57,8 @@ def masked_mean(
     .. math:: y = \frac{1}{\max(n, 1)} \sum_{i : m_i} x_i, \qquad n = \#\{i : m_i\}
 
     Half precision is accumulated in float32, so that neither the sum nor the count overflows. The gradient is
-    exactly zero at invalid entries, at every order. :func:`masked_sum` describes operations that change this.
+    exactly zero at invalid entries, at every order. :func:`masked_sum` describes earlier operations that make
+    it NaN.
 
     Args:
         x: Values, floating or complex, of any shape.

@@ -360,7 +360,7 @@ def zeros_like(x: RowSparse, *, dtype: torch.dtype | None = None, **layout: Any)
 
 
 def new_empty_strided(x: RowSparse, size: Sequence[int], stride: Sequence[int], **how: Any) -> RowSparse:
-    """Return an empty tensor, into which torch copies a gradient for ``.grad``."""
+    """Return a tensor without rows, into which torch then copies a gradient for ``.grad``."""
     if tuple(size) != tuple(x.shape):
         raise unknown(f"new_empty_strided(x, {tuple(size)})", "only a tensor of the same shape is made")
     return zeros_like(x, **how)

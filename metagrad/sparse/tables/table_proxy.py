@@ -111,12 +111,12 @@ class SharedTable:
         return _proxy_of_table(self.table, self.name)
 
 
-# vmap maps over no part of it.
+# vmap does not map over the table.
 pytree.register_pytree_node(SharedTable, lambda shared: ([], shared), lambda _, shared: shared)
 
 
 def _proxy_of_table(table: Tensor, name: str) -> Tensor:
-    # For the same reason as in _proxy_of_rows.
+    # See _proxy_of_rows for the reason.
     if has_torch_function((table,)):
         return handle_torch_function(_proxy_of_table, (table,), table, name)
     return TableProxy(name, table.shape, table, lambda ids: embedding(ids, table))

@@ -248,8 +248,9 @@ def read_labels(call: str, dataset: Any, given: Any = None) -> Labels:
     """Return the class of each item of a data set.
 
     The label of an item is the second element of ``(x, label)``. A stored list of labels saves reading all items. It
-    is used only if it agrees with the labels of some items, which are read. It differs if the data set transforms its
-    labels, or if a wrapper changes them. :class:`Items` compares the other items when they are loaded.
+    is used only if it agrees with the labels of some items, which are read. A stored list is wrong if the
+    data set transforms its labels, or if a wrapper changes them. :class:`Items` compares the other items when
+    they are loaded.
 
     Args:
         call: How errors begin.

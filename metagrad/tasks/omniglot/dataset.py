@@ -201,7 +201,9 @@ def resize_nearest(drawings: Tensor, size: int) -> Tensor:
 
 
 def resize_area(drawings: Tensor, size: int) -> Tensor:
-    """Average over the area of each new pixel. A pixel that it covers in part is weighted by that part.
+    """Average over the area of each new pixel.
+
+    An old pixel that is partly covered is weighted by the covered fraction.
 
     Args:
         drawings: Levels 0 to 255, [drawings, side, side] uint8.
