@@ -11,7 +11,7 @@ Everything a run leaves behind is in its folder, `outputs/DATE/TIME` or `multiru
     result.json            the test, with its protocol
     plots/                 learning_curve.png, adaptation.png
     failure.txt            why the run ended early, if it did
-    wandb/                 the offline mirror
+    metrics.csv, memory.csv, or wandb/, or tensorboard/ by `logger=`
 """
 
 from __future__ import annotations

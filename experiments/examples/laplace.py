@@ -26,6 +26,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from experiments.run.plots.panels import Curve, Panel, all_curves
+from experiments.run.progress import Progress
 from experiments.studies.attribution import load
 from metagrad.curvature.kronecker.operator import Kronecker
 
@@ -83,7 +84,7 @@ def trained(x: Tensor, y: Tensor, prior: float) -> torch.nn.Module:
     torch.manual_seed(0)
     model = mg.models.MLP([784, 32, 10], torch.nn.Tanh)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(300):
+    for _ in Progress(range(300), unit="step", leave=False):
         optimizer.zero_grad()
         squared = torch.stack([p.square().sum() for p in model.parameters()]).sum()
         (F.cross_entropy(model(x), y) + prior / (2 * len(x)) * squared).backward()

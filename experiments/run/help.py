@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -43,6 +44,16 @@ HEAD = """\
 -m runs a sweep: KEY=VALUE,VALUE takes one value after the other, and 'GROUP=glob(*)' one option after the other.
 --cfg job prints the configuration as YAML; --hydra-help says what Hydra can do besides.
 """
+
+
+def default_logger() -> str:
+    """Return `wandb` if wandb is told where runs go, by a key, by its login or by WANDB_MODE, else `csv`."""
+    is_set = {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys()
+    logins = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    return "wandb" if is_set or (logins.is_file() and "wandb" in logins.read_text()) else "csv"
+
+
+OmegaConf.register_new_resolver("default_logger", default_logger, replace=True)
 
 
 def text(name: str, module: str, arguments: list[str]) -> str:

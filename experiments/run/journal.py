@@ -68,8 +68,12 @@ class Journal(Silent):
     def memory(self, tracker: mg.MemoryTracker) -> None:
         """Write the memory of the first steps."""
         write_text(self.folder / MEMORY, f"{tracker.table()}\n\n{tracker.summary()}\n")
-        rows = (json.dumps(record.as_dict()) + "\n" for record in tracker.records())
-        write_text((self.folder / MEMORY).with_suffix(".jsonl"), "".join(rows))
+        rows = [record.as_dict() for record in tracker.records()]
+        write_text(
+            (self.folder / MEMORY).with_suffix(".jsonl"), "".join(json.dumps(row) + "\n" for row in rows)
+        )
+        if rows:
+            self.mirror.table("memory", rows)
 
     def save(self, parts: Parts, **state: Any) -> None:
         """Write a checkpoint, after the metrics before it are on the disk."""

@@ -1,7 +1,8 @@
-"""Mirrors of a run: the interface, TensorBoard, and Weights & Biases."""
+"""Mirrors of a run: the interface, CSV files, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib
 import json
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.image import imread
 
+from experiments.run.files import write_text
 from experiments.run.metrics import read_rows
 from experiments.run.schema import LoggerName
 
@@ -57,6 +59,33 @@ def _warn_that_it_is_missing(package: str) -> None:
         package,
         package,
     )
+
+
+class CsvMirror(Mirror):
+    """Write metrics to `metrics.csv` as rows of step, name and value, and each table to a CSV file of its name.
+
+    Args:
+        folder: The run folder.
+        until: The last step that a resumed run has already. None for a new run.
+    """
+
+    def __init__(self, folder: Path, until: int | None) -> None:
+        self._folder, path = folder, folder / "metrics.csv"
+        lines = path.read_text().splitlines() if until is not None and path.exists() else []
+        kept = [line for line in lines[1:] if int(line.partition(",")[0]) <= (until or 0)]
+        write_text(path, "\n".join(["step,name,value", *kept, ""]))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the metrics of one step."""
+        with (self._folder / "metrics.csv").open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([step, *pair] for pair in values.items())
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a table."""
+        with (self._folder / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 class TensorBoardMirror(Mirror):
@@ -203,6 +232,7 @@ def _cell(value: Any) -> Any:
 OPENED = {
     LoggerName.wandb: opened_wandb,
     LoggerName.tensorboard: opened_tensorboard,
+    LoggerName.csv: lambda _, folder, __, resumed_at: nullcontext(CsvMirror(folder, resumed_at)),
     LoggerName.none: lambda *_: nullcontext(Mirror()),
 }
 

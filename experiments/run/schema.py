@@ -22,6 +22,7 @@ class LoggerName(Enum):
 
     wandb = "wandb"
     tensorboard = "tensorboard"
+    csv = "csv"
     none = "none"
 
 
@@ -164,7 +165,7 @@ class Cosine(Schedule):
 class Logger:
     """The mirror of a run's metrics."""
 
-    name: LoggerName = key("wandb, tensorboard or none; the other keys are wandb's.")
+    name: LoggerName = key("wandb, tensorboard, csv or none; the other keys are wandb's.")
     project: str = key("The wandb project.")
     entity: str | None = key("The wandb user or team; null is wandb's default.")
     mode: str = key("online, offline or disabled; the environment variable WANDB_MODE where it is set.")

@@ -159,7 +159,7 @@ def predictions(work: Work, config: AttributionConfig) -> Result:
     scores, seconds = timed(lambda: mg.attribute(trained, metrics))
     found = {EXACT: scores}
     costs = {EXACT: seconds / unit}
-    for name, method in BASELINES.items():
+    for name, method in Progress(BASELINES.items(), unit="method", leave=False):
         found[name], seconds = timed(partial(mg.attribute, trained, metrics, method))
         costs[name] = seconds / unit
     rows = []

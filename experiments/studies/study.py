@@ -8,7 +8,7 @@ command goes on where it ended: a cell that has its result is not run again. In 
     results.json           the results of all cells
     settings.json          the configuration
     provenance.json        commit, versions, platform, command line
-    wandb/                 the offline mirror
+    results.csv, or wandb/, or tensorboard/ by `logger=`
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imsave
 
+from experiments.run import config
 from experiments.run import loggers as mirror_module
 from experiments.run.loggers import Mirror, open_mirror
 
@@ -102,6 +103,36 @@ def test_without_its_package_there_is_no_mirror_and_one_warning(
     assert [
         message for message in caplog.messages if f"The package {logger} is not installed" in message
     ] == (caplog.messages[:1])
+
+
+def test_csv_files_hold_metrics_and_tables_and_a_resumed_run_drops_later_steps(composed, tmp_path):
+    config = composed("logger=csv").logger
+    for resumed_at in (None, 5):
+        with open_mirror(config, tmp_path, {}, resumed_at=resumed_at) as mirror:
+            for step in (5, 6) if resumed_at is None else (6,):
+                mirror.log(step, {"train/loss": step / 2, "seconds": 1.0})
+            mirror.table("memory", [{"path": "inner, 0", "bytes": 8}])
+    rows = ["step,name,value", "5,train/loss,2.5", "5,seconds,1.0", "6,train/loss,3.0", "6,seconds,1.0"]
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == rows
+    assert (tmp_path / "memory.csv").read_text() == 'path,bytes\n"inner, 0",8\n'
+
+
+@pytest.mark.parametrize(
+    ("variables", "login", "name"),
+    [
+        ({}, "machine api.github.com", "csv"),
+        ({}, "machine api.wandb.ai", "wandb"),
+        ({"WANDB_API_KEY": "0"}, "", "wandb"),
+        ({"WANDB_MODE": "offline"}, "", "wandb"),
+    ],
+)
+def test_wandb_is_the_default_where_it_has_a_key_or_a_mode(tmp_path, monkeypatch, variables, login, name):
+    (tmp_path / "netrc").write_text(login)
+    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in {"NETRC": str(tmp_path / "netrc"), **variables}.items():
+        monkeypatch.setenv(variable, value)
+    assert config.composed("config", []).logger.name.value == name
 
 
 class Writer:
