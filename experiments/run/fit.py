@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 CLASSIFIERS = (mg.ProtoMAML, mg.ProtoNet, mg.R2D2)
 ONCE, TWICE = (mg.Reptile, mg.iMAML), (mg.optim.AdaHessian, mg.optim.NewtonCG, mg.optim.SophiaH)
 """Algorithms whose meta-gradient has no derivative, and optimizers that need this derivative."""
+OF_OUTPUTS = (mg.optim.GaussNewton, mg.optim.SophiaG)
+"""Optimizers that need the loss as one call of a loss function."""
 
 
 @torch.no_grad()
@@ -50,6 +52,11 @@ def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
             raise ValueError(
                 f"{call}: {type(parts.optimizer).__name__} needs second derivatives of the meta-objective, and the "
                 f"meta-gradient of {type(parts.algorithm).__name__} has none. Choose optimizer=adam, lbfgs or soap."
+            )
+        if isinstance(parts.algorithm, mg.meta.MAMLPlusPlus) and isinstance(parts.optimizer, OF_OUTPUTS):
+            raise ValueError(
+                f"{call}: {type(parts.optimizer).__name__} needs one loss of predictions, and MAMLPlusPlus adds the "
+                "losses after each inner step. Choose another algorithm=, or optimizer=adam, lbfgs or soap."
             )
         try:
             parts.loss_fn(call_on(copy.deepcopy(parts.model), arguments(x, f"{call}: the inputs")), y)

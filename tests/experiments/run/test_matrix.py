@@ -34,8 +34,14 @@ REFUSED = {
         for algorithm in ("imaml", "reptile")
         for name in ("adahessian", "gauss_newton", "newton_cg", "sophia_g", "sophia_h")
     },
-    ("maml_plus_plus", "optimizer=gauss_newton"): "GaussNewton: the loss contains none whose curvature",
-    ("maml_plus_plus", "optimizer=sophia_g"): "SophiaG: the loss contains none whose curvature",
+    (
+        "maml_plus_plus",
+        "optimizer=gauss_newton",
+    ): "GaussNewton needs one loss .* Choose another algorithm=, or opt",
+    (
+        "maml_plus_plus",
+        "optimizer=sophia_g",
+    ): "SophiaG needs one loss .* Choose another algorithm=, or optimizer=",
     ("proto_maml", "inner=muon"): "must be a matrix",
     ("cavia", "inner=muon"): r"'\*\.weight' is the name of no parameter",
 }
