@@ -109,7 +109,7 @@ class Linearization:
         else:
             product = recorded.pull(flat)
         products = self._split(recorded, product)
-        if not (_torch.functorch_is_active() or is_finite([product])):
+        if not (_torch.functorch_is_active() or bool(product.isfinite().all())):
             self._refuse_nonfinite(recorded, vectors, products)
         return tree_unflatten(products, self._spec)
 
@@ -129,7 +129,8 @@ class Linearization:
 
     def _split(self, recorded: Recorded, rows: Tensor) -> list[Tensor]:
         parts = split_rows(rows, recorded.inputs)
-        return [part.to(p.dtype) for part, p in zip(parts, recorded.inputs, strict=True)]
+        pairs = zip(parts, recorded.inputs, strict=True)
+        return [part if part.dtype == p.dtype else part.to(p.dtype) for part, p in pairs]
 
     def _read(self, recorded: Recorded, v: Tree) -> tuple[list[Tensor], tuple[int, ...]]:
         """Return the leaves of a vector, and the shape ``(k,)`` of a stack."""
