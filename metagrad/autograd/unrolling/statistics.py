@@ -17,7 +17,7 @@ from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tree_leaves
 
 _NORMS = (BatchNorm, InstanceNorm)
-_guard: _Guard | None = None
+_guards: list[_Guard] = []
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ class StatisticsGuard:
     """Records the running statistics before a loop, and guards later reads of statistics that the loop updated.
 
     A later read raises if the output of the norm depends on the result of the loop. The guard ends with the next loop
-    that has norms, or if the result no longer exists.
+    that has one of the norms, or if the result no longer exists.
 
     Args:
         step: The step of the loop, whose norms are found.
@@ -60,8 +60,9 @@ class StatisticsGuard:
         self._means = [
             (m, m.running_mean, m.running_mean.clone()) for m in norms if m.running_mean is not None
         ]
-        if norms:
-            _replace(None)  # torch.compile would trace the hook
+        for guard in [*_guards]:
+            if not guard.norms.isdisjoint(norms):
+                guard.end()  # torch.compile would trace the hook
 
     @property
     def reason(self) -> str | None:
@@ -83,7 +84,7 @@ class StatisticsGuard:
                 "train() before the loop, which then runs without being compiled, or pass compile=False."
             )
         if updated:
-            _replace(_Guard(updated, results))
+            _guards.append(_Guard(updated, results))
 
 
 class _Guard:
@@ -98,20 +99,18 @@ class _Guard:
     def __call__(self, module: nn.Module, _: object, output: Any) -> None:
         nodes = {result.grad_fn for ref in self.results if (result := ref()) is not None} - {None}
         if not nodes:
-            _replace(None)
+            self.end()
         elif self._reads(module) and not module.training and not nodes.isdisjoint(graph_nodes([output])):
             raise _stale(module)
+
+    def end(self) -> None:
+        self.handle.remove()
+        if self in _guards:
+            _guards.remove(self)
 
     def _reads(self, module: nn.Module) -> bool:
         mean = getattr(module, "running_mean", None)
         return module in self.norms or any(mean is ref() for ref in self.means if mean is not None)
-
-
-def _replace(guard: _Guard | None) -> None:
-    global _guard
-    if _guard is not None:
-        _guard.handle.remove()
-    _guard = guard
 
 
 def _stale(module: nn.Module) -> RuntimeError:

@@ -406,6 +406,10 @@ def test_reading_running_statistics_of_differentiated_steps_is_an_error(memory, 
             with reads:
                 module(last)
         model(x)  # does not depend on the steps
+        other = torch.nn.BatchNorm1d(2).double()
+        mg.unroll(lambda x, t, other=other: (other(x), None), x, steps=1, memory=memory)
+        with reads:
+            model(last)
         model.train()
     last, _ = mg.unroll(step, x, steps=2, memory=memory, create_graph=False)
     model.eval()(last)
