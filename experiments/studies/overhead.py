@@ -49,7 +49,7 @@ class OverheadConfig(StudyConfig):
 
     sizes: dict[str, list[int]] = key("Layers, features of a layer and examples, for each model.")
     steps: list[int] = key("Numbers of inner steps.")
-    inner_steps: int = key("Inner steps where remedies are compared.")
+    inner_steps: int = key("Inner steps of the comparison of techniques.")
     rounds: int = key("How often everything is timed, in turns.")
 
 
@@ -280,7 +280,7 @@ def ways(steps: int) -> dict[str, dict[str, Callable[[Task], Run]]]:
         "step": partial(maml, steps=steps, memory="step"),
         "sqrt": partial(maml, steps=steps, memory="sqrt"),
         "first order": partial(maml, steps=steps, order=1),
-        "textbook loop": partial(loop, steps=steps),
+        "naive loop": partial(loop, steps=steps),
     }
     products = {
         "": product,
@@ -376,7 +376,7 @@ def report(results: list[Result], config: OverheadConfig) -> str:
             rows = [(of(one, quantity, remedy), one) for one in models.values()]
             if any(row for row, _ in rows):
                 texts = [_text(row, one, quantity) if row else "" for row, one in rows]
-                table.append([remedy or "no remedy", *texts])
+                table.append([remedy or "no technique", *texts])
         parts.append(markdown(table))
     steps = [["model", "memory", *map(str, config.steps)]]
     for name in config.sizes:
@@ -386,10 +386,10 @@ def report(results: list[Result], config: OverheadConfig) -> str:
     tables = "\n\n".join(parts)
     return f"""# What an order of differentiation costs
 
-Peak memory, and time. Without a remedy they are relative to a gradient of the same model, whose own row has MiB
-and ms. With a remedy they are relative to none. The error of the result is given if it is above {EXACT:g}. The
-second derivative is that of half the squared norm of the gradient, by create_graph=True. A meta-gradient has
-{config.inner_steps} inner steps.
+Each cell has the peak memory and the time. The first row of "gradient" is in MiB and ms. The row "no technique" of
+the other tables is relative to a gradient of the same model. Other rows are relative to "no technique". A cell gives
+the relative error of the result if it is above {EXACT:g}. "Second derivative" is the gradient of half the squared
+norm of the gradient, by create_graph=True. A meta-gradient has {config.inner_steps} inner steps.
 
 {tables}
 
@@ -421,9 +421,10 @@ def figures(results: list[Result], config: OverheadConfig, folder: Path) -> list
                     row, base = of(one, quantity, ""), of(one, GRADIENT, "")
                     if row and base:
                         values[height + 0.3 * (i - 0.5)] = ratios(row, base)[place]
-                label = quantity.capitalize() if place == 0 else None
+                label = quantity.capitalize().replace(" product", "-vector product") if place == 0 else None
                 axis.barh(list(values), list(values.values()), height=0.27, color=color, label=label)
             axis.axvline(1, color=MUTED, linewidth=0.8)
+            axis.set_xscale("log" if place == 0 else "linear")  # dense products of a table are far larger
             axis.set_yticks(range(len(models)), models)
             axis.set_title(f"{title} relative to a gradient")
             axis.grid(axis="x")

@@ -52,7 +52,7 @@ class Root:
 
     Attributes:
         value: The root, in the form of the start. Differentiable.
-        result: How it ended. How the solve ended. For several rows, the first failure if there is one.
+        result: How the solve ended. For several rows, the first failure if there is one.
         stats: Steps, residuals and evaluations.
     """
 

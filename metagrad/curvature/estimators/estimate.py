@@ -91,9 +91,8 @@ class Estimate:
         value: The estimate, a tensor of any shape. Differentiable if the products are.
         stderr: Its standard error, in the same shape, at least the size of rounding errors. A constant for
             derivatives. Infinite after a single sample.
-        samples: Number of samples behind the standard error. Number of samples behind the standard error. If
-            it is zero, nothing was sampled. ``stderr`` is then a bound on the error, and the interval is the
-            same at every level.
+        samples: Number of samples behind the standard error. If it is zero, nothing was sampled. ``stderr``
+            is then a bound on the error, and the interval is the same at every level.
         matvecs: Number of products with the operator.
         method: Name of the method. For ``"auto"``, the method that it chose.
         converged: False if ``rtol`` was given and not reached.

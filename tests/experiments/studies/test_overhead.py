@@ -24,7 +24,7 @@ REMEDIES = [
     (PRODUCT, "four mini-batches"),
     (META, "step"),
     (META, "mg.checkpoint"),
-    (META, "textbook loop"),
+    (META, "naive loop"),
 ]
 
 
