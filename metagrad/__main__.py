@@ -41,7 +41,7 @@ def main() -> None:
 def _exists(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 

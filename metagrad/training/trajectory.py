@@ -275,7 +275,7 @@ class SavedSweep:
 
 
 def _norms(cotangents: Cotangents) -> Tensor:
-    """Return the norm of each of k cotangents of all parameters, ``[k]``."""
+    """Return the norm over all parameters of each of k cotangents, ``[k]``."""
     squares = [c.double().flatten(1).square().sum(1) for c in cotangents if c is not None]
     return torch.stack(squares).sum(0).sqrt() if squares else torch.zeros(1)
 

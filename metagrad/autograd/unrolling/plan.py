@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
     @staticmethod
     def _repeats(steps: int, states: int) -> int:
-        """Return how often a step can run at most."""
+        """Return the maximum number of times that a step can run."""
         repeats = 1
         while math.comb(states + repeats, states) < steps:
             repeats += 1

@@ -1,4 +1,4 @@
-"""XTrace: each probe tests the rest outside the subspace of all other probes."""
+"""XTrace: each probe estimates the trace outside of the subspace of all other probes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 """Parameters by name."""
 
 Vectors: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
-"""A vector by the names of the parameters. For several vectors, every tensor has one more dimension in front."""
+"""A vector in the space of the parameters, as a dict of tensors by parameter name. For several vectors, every
+tensor has one more dimension in front."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,7 +168,7 @@ _CALL = "eigenvalues(operator, k)"
 def _deflated(operator: LinearMap, found: Subspace, which: SpectrumEnd) -> Any:
     """Return the operator with the found eigenvectors moved away from the wanted ends of the spectrum."""
     inside = {"largest": -found.scale, "smallest": found.scale, "magnitude": 0.0}
-    value = inside.get(which, float(found.values[-2:].mean()))  # the middle of the wanted ends
+    value = inside.get(which, float(found.values[-2:].mean()))  # for "both", between the two ends
 
     def multiply(rows: Tensor) -> Tensor:
         own = inner(rows, found.vectors) @ found.vectors

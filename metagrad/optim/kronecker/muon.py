@@ -121,7 +121,7 @@ class MuonRule(AxisMatrices):
             )
 
     def init_slots(self, param: Tensor) -> tuple[Tensor]:
-        """Return an average of zero."""
+        """Return a momentum of zeros."""
         return (torch.zeros_like(param),)
 
     def update_param(

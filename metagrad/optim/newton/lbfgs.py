@@ -445,7 +445,7 @@ def _cubic_minimum(a: Point, b: Point, least: float, most: float) -> float:
 
 
 def _kept_apart(length: float, least: float, most: float, was_near: bool) -> tuple[float, bool]:
-    """Move a length away from an end of its interval that it is near for the second time, or at."""
+    """Move a length inside if it is at an end of its interval, or near the end for the second time."""
     margin = _MARGIN * (most - least)
     if min(most - length, length - least) >= margin:
         return length, False

@@ -48,9 +48,9 @@ _FIRST = 0.1  # share of the curvature along a step that becomes the damping if 
 class BackwardPass(NamedTuple):
     """One call of ``backward``, whose graph is alive."""
 
-    value: Tensor  # of the loss, 0-d
+    value: Tensor  # value of the loss, 0-d
     grads: Mapping[Tensor, Tensor]  # the gradient of each leaf
-    losses: Sequence[WeightedLoss]  # of known form
+    losses: Sequence[WeightedLoss]  # the losses of known form
     loss: weakref.ref[Tensor] | None = None  # the tensor of the closure
 
 

@@ -258,7 +258,7 @@ def read_labels(call: str, dataset: Any, given: Any = None) -> Labels:
         given: Labels from the user, [items]. They are not compared with the labels of the items.
 
     Raises:
-        ValueError: The data set has no labels, or not one integer or name for each item.
+        ValueError: The data set has no labels, or the label of an item is not an integer or a name.
     """
     stored = None if given is not None else _stored(dataset)
     if stored is not None and not _agree(call, dataset, stored):
