@@ -39,7 +39,7 @@ def batches() -> list[mg.tasks.Batch]:
 
 def main(file: str) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    strategy = DDPStrategy(process_group_backend="gloo")
+    strategy = DDPStrategy(process_group_backend="gloo", start_method="fork")
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, **quiet)
     learner = Learner()
     trainer.fit(learner, DataLoader(batches(), batch_size=None))
