@@ -44,6 +44,7 @@ SMALL = {
     "benchmarks.maml": QUICK,
     "benchmarks.sparse ": " --rounds 1",
     "benchmarks.curvature": " --rounds 1 --probes 2 --methods gradient",
+    "benchmarks.heads": " --rounds 1 --width 16 --layers 1 --positions 32",
     "benchmarks.optimizers": " --rounds 1 --workloads mlp-128 --optimizers AdaHessian",
     "benchmarks.training": " --rounds 1 --steps 20",
     "benchmarks.spectra": " --repeats 4 --size 100",
