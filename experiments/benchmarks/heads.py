@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 
 import metagrad as mg
 
-Params = dict[str, Tensor]
 VOCABULARY = 50_257
 
 
@@ -37,10 +37,8 @@ class Block(nn.Module):
         """Add attention and the network to ``[B, L, width]``."""
         parts = self.inward(self.norms[0](x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        if self.chunk is None:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            mixed = mg.autograd.attention(q, k, v, is_causal=True, chunk=self.chunk)
+        ours = partial(mg.autograd.attention, chunk=self.chunk)
+        mixed = (F.scaled_dot_product_attention if self.chunk is None else ours)(q, k, v, is_causal=True)
         x = x + self.outward(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norms[1](x))
 
@@ -65,7 +63,7 @@ class GPT2(nn.Module):
         return mg.autograd.linear_cross_entropy(x, self.tokens.weight, labels, chunk=self.chunk)
 
 
-def by_hessian(model: GPT2, data: tuple[Tensor, ...], vector: Params) -> Any:
+def by_hessian(model: GPT2, data: tuple[Tensor, ...], vector: dict[str, Tensor]) -> Any:
     """Multiply by the operator."""
     with mg.hessian(
         lambda p: torch.func.functional_call(model, p, data), dict(model.named_parameters())
@@ -73,7 +71,7 @@ def by_hessian(model: GPT2, data: tuple[Tensor, ...], vector: Params) -> Any:
         return H @ vector
 
 
-def by_backward(model: GPT2, data: tuple[Tensor, ...], vector: Params) -> Params:
+def by_backward(model: GPT2, data: tuple[Tensor, ...], vector: dict[str, Tensor]) -> Any:
     """Multiply by a double backward pass in plain torch."""
     params = dict(model.named_parameters())
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -104,7 +102,7 @@ def main() -> None:
     }
     models["chunks"].load_state_dict(models["plain"].state_dict())
     vector = {name: torch.randn_like(p) for name, p in models["plain"].named_parameters()}
-    rows: dict[tuple[str, str], Callable[[], Params]] = {
+    rows: dict[tuple[str, str], Callable[[], Any]] = {
         (how.__name__, name): (lambda how=how, model=model: how(model, data, vector))
         for how in (by_hessian, by_backward)
         for name, model in models.items()
