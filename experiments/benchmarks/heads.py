@@ -37,7 +37,7 @@ class Block(nn.Module):
         """Add attention and the network to ``[B, L, width]``."""
         parts = self.inward(self.norms[0](x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        ours = partial(mg.autograd.attention, chunk=self.chunk)
+        ours = partial(mg.autograd.attention, chunk=self.chunk or 1)
         mixed = (F.scaled_dot_product_attention if self.chunk is None else ours)(q, k, v, is_causal=True)
         x = x + self.outward(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norms[1](x))
@@ -83,14 +83,8 @@ def by_backward(model: GPT2, data: tuple[Tensor, ...], vector: dict[str, Tensor]
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description="Hessian products of a GPT-2 with a large head.")
-    for name, default in (
-        ("width", 128),
-        ("layers", 2),
-        ("heads", 4),
-        ("positions", 512),
-        ("chunk", 2**21),
-        ("rounds", 5),
-    ):
+    defaults = {"width": 128, "layers": 2, "heads": 4, "positions": 512, "chunk": 2**21, "rounds": 5}
+    for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
     a = parser.parse_args()
     torch.manual_seed(0)
