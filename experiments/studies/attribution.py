@@ -42,8 +42,8 @@ from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by
 from metagrad.attribution import (
     EKFAC,
     TRAK,
+    AttributionMethod,
     Influence,
-    Method,
     TracIn,
     auc,
     lds,
@@ -55,7 +55,7 @@ from metagrad.attribution import (
 Metrics = Callable[[Callable[..., Any]], Tensor]
 DATA, NETWORKS = ("mnist", "omniglot"), ("mlp", "conv")
 SIZE, CLASSES = 28, 10
-BASELINES: dict[str, Method] = {
+BASELINES: dict[str, AttributionMethod] = {
     "influence": Influence(),
     "EK-FAC": EKFAC(),
     "TRAK": TRAK(),

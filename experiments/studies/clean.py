@@ -34,7 +34,7 @@ from experiments.run.schema import key
 from experiments.studies import characters as omniglot
 from experiments.studies.characters import Examples
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell, spread
-from metagrad.hypergrad import CG, FiniteDifference, FirstOrder, Method, Neumann, Nystrom, Unroll
+from metagrad.hypergrad import CG, FiniteDifference, FirstOrder, HypergradientMethod, Neumann, Nystrom, Unroll
 from metagrad.hypergrad.bilevel import BilevelResult
 from metagrad.tasks.omniglot.splits import SPLITS
 
@@ -198,7 +198,7 @@ def weighted(data: Data, penalty: float) -> Callable[[Params, Any], Tensor]:
     return loss
 
 
-def hypergradients(terms: int) -> dict[str, Method]:
+def hypergradients(terms: int) -> dict[str, HypergradientMethod]:
     """Return the hypergradients, which spend the same number of products or steps, or none."""
     return {
         "CG": CG(steps=terms),
@@ -240,7 +240,7 @@ class Found(NamedTuple):
     peak: int
 
 
-def learn_weights(data: Data, config: CleanConfig, method: Method, watch: Watch) -> Found:
+def learn_weights(data: Data, config: CleanConfig, method: HypergradientMethod, watch: Watch) -> Found:
     """Learn a weight for each training example."""
 
     def run(params: Params, logits: Tensor, steps: int, callback: Any) -> BilevelResult:

@@ -22,7 +22,7 @@ import metagrad as mg
 from experiments.run.plots.style import CYCLE, figure
 from experiments.run.progress import Progress
 from metagrad import hypergrad
-from metagrad.hypergrad import Method
+from metagrad.hypergrad import HypergradientMethod
 
 if TYPE_CHECKING:
     from metagrad.optim.rules import Rule
@@ -75,12 +75,12 @@ def ridge(d: int, n: int, seed: int = 0) -> Ridge:
     return Ridge(x, x @ w + draw(n, 1), query_x, query_x @ w + draw(n, 1), -4 + 0.5 * draw(d, 1))
 
 
-def methods(rule: Rule, lr: float, d: int, longest: int) -> dict[str, list[Method]]:
+def methods(rule: Rule, lr: float, d: int, longest: int) -> dict[str, list[HypergradientMethod]]:
     """Return for each method a row of them that spend more and more."""
     steps = [2**i for i in range(12) if 2**i <= longest]
     ranks = [k for k in (1, 4, 16, d // 2, d) if k <= d]
 
-    def over(make: Callable[[int], Any], values: Sequence[int] = steps) -> list[Method]:
+    def over(make: Callable[[int], Any], values: Sequence[int] = steps) -> list[HypergradientMethod]:
         return [make(value) for value in values]
 
     def seeded() -> torch.Generator:
@@ -101,7 +101,7 @@ def methods(rule: Rule, lr: float, d: int, longest: int) -> dict[str, list[Metho
     }
 
 
-def measure(problem: Ridge, method: Method, truth: Tensor, unit: int) -> tuple[float, float]:
+def measure(problem: Ridge, method: HypergradientMethod, truth: Tensor, unit: int) -> tuple[float, float]:
     """Return cost and error of a call."""
     arguments = (problem.outer, problem.inner, problem.minimum(problem.log_penalty))
     with warnings.catch_warnings(), FlopCounterMode(display=False) as counter:

@@ -31,7 +31,7 @@ from experiments.studies import characters
 from experiments.studies.characters import Examples
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell, spread
 from metagrad import hypergrad
-from metagrad.hypergrad import Method
+from metagrad.hypergrad import HypergradientMethod
 
 Params = dict[str, Tensor]
 Architecture: TypeAlias = "tuple[tuple[int, int, str], ...]"
@@ -57,7 +57,7 @@ DAMPING = 40  # well above the most negative eigenvalue of the training loss
 SCALE = 0.02  # below 2 over its largest eigenvalue plus the damping
 TRAINING_LR = 0.01  # the highest rate of training from scratch
 TIMED = 3  # calls, of which the fastest counts
-METHODS: dict[str, Callable[[int], Method]] = {
+METHODS: dict[str, Callable[[int], HypergradientMethod]] = {
     "first_order": lambda products: hypergrad.FirstOrder(),
     "finite_difference": lambda products: hypergrad.FiniteDifference(lr=LR),
     "unroll": lambda products: hypergrad.Unroll(mg.optim.rules.sgd(lr=LR), steps=products),
@@ -245,7 +245,9 @@ class Search:
         penalty = torch.stack([p.square().sum() for p in params.values()]).sum()
         return self.validation_loss(params, hyper, batch) + DECAY / 2 * penalty
 
-    def run(self, method: Method, log: Callable[[int, dict[str, float]], None]) -> dict[str, Any]:
+    def run(
+        self, method: HypergradientMethod, log: Callable[[int, dict[str, float]], None]
+    ) -> dict[str, Any]:
         """Search with a hypergradient, and return the architecture, the history and the cost."""
         config = self.config
 
@@ -280,7 +282,7 @@ class Search:
             **cost,
         }
 
-    def cost(self, method: Method, params: Any, hyper: Any) -> dict[str, float]:
+    def cost(self, method: HypergradientMethod, params: Any, hyper: Any) -> dict[str, float]:
         """Measure one hypergradient and one gradient of the training loss with respect to the weights."""
         batches = (
             part.batches(self.config.batch, self.seed) for part in (self.data.validation, self.data.train)

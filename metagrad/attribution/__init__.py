@@ -3,14 +3,14 @@
 from metagrad.attribution.baselines import EKFAC, TRAK, Influence, TracIn
 from metagrad.attribution.evaluation import Evaluation, Smoothness, auc, lds, loo, metasmoothness, subsets
 from metagrad.attribution.retraining import Outcomes, retrain
-from metagrad.attribution.scores import Method, Replay, Scores, attribute
+from metagrad.attribution.scores import AttributionMethod, Replay, Scores, attribute
 
 __all__ = [
     "EKFAC",
     "TRAK",
+    "AttributionMethod",
     "Evaluation",
     "Influence",
-    "Method",
     "Outcomes",
     "Replay",
     "Scores",

@@ -16,7 +16,7 @@ UNSTABLE = 1e6
 """Growth of cotangents above which float32 scores are rounding errors."""
 
 
-class Method(Protocol):
+class AttributionMethod(Protocol):
     """A way to compute scores: :class:`Replay`, :class:`TracIn` or :class:`TRAK`."""
 
     def scores(self, trained: Trained, metrics: Metrics) -> Tensor:
@@ -43,7 +43,7 @@ class Scores:
     values: Tensor
     at: Tensor
     metrics: Tensor
-    method: Method
+    method: AttributionMethod
     growth: float | None = None
     is_half: bool = False
 
@@ -99,7 +99,7 @@ class Replay:
         return trained.jacobian(metrics, "weights", chunk=self.chunk)[1][0]
 
 
-def attribute(trained: Trained, metrics: Metrics, method: Method | None = None) -> Scores:
+def attribute(trained: Trained, metrics: Metrics, method: AttributionMethod | None = None) -> Scores:
     """Return how each training example influences metrics of a trained model.
 
     Args:

@@ -59,7 +59,7 @@ class Place(NamedTuple):
         return getattr(self.holder, self.key)
 
 
-class Reached:
+class ReachableObjects:
     """Objects that a function can reach: through ``__self__``, closures, defaults and the globals that it names.
 
     Attributes:

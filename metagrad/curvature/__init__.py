@@ -4,7 +4,7 @@ from metagrad.curvature.estimators.diagonal import diagonal
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import sample_probes
 from metagrad.curvature.estimators.trace import trace
-from metagrad.curvature.influence import Influence, influence
+from metagrad.curvature.influence import InfluenceScores, influence
 from metagrad.curvature.kronecker.operator import Kronecker, kfac
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.averaged import Averaged
@@ -28,7 +28,7 @@ __all__ = [
     "Density",
     "Eigenpairs",
     "Estimate",
-    "Influence",
+    "InfluenceScores",
     "Jacobian",
     "Kronecker",
     "LinearMap",

@@ -28,7 +28,7 @@ Queries: TypeAlias = "Batch | Iterable[Batch] | Callable[[Params], Tensor]"
 
 
 @dataclass(frozen=True, eq=False)
-class Influence:
+class InfluenceScores:
     r"""The result of :func:`influence`.
 
     Attributes:
@@ -43,7 +43,7 @@ class Influence:
 
     def top(self, k: int) -> Tensor:
         """Return the indices of the most helpful examples of each query, ``[queries, k]``, best first."""
-        return self.scores.topk(min(check_count("Influence.top(k)", k), self.scores.shape[-1])).indices
+        return self.scores.topk(min(check_count("InfluenceScores.top(k)", k), self.scores.shape[-1])).indices
 
 
 def influence(
@@ -58,7 +58,7 @@ def influence(
     method: str | Solver = "cg",
     max_steps: int = 10,
     reduction: Reduction | None = None,
-) -> Influence:
+) -> InfluenceScores:
     r"""Return how much the loss of each query grows if a training example is left out. Positive scores are helpful.
 
     .. math:: s_{jn} = \frac{1}{N} \nabla q_j^\top (G + \gamma I)^{-1} \nabla \ell_n
@@ -135,8 +135,8 @@ def influence(
                 scores.append((rows * own).sum(-1) * weight**2)
                 residuals.append(residual)
     if solved is not None:
-        return Influence(torch.cat(scores, 1) / total, solved[1])
-    return Influence(torch.cat(scores) / total**2 * size, torch.cat(residuals))
+        return InfluenceScores(torch.cat(scores, 1) / total, solved[1])
+    return InfluenceScores(torch.cat(scores) / total**2 * size, torch.cat(residuals))
 
 
 def measurement_gradients(call: str, params: Parameters, measure: Callable[[Params], Tensor]) -> Tensor:

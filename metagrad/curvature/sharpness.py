@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_count, check_function, check_type
 from metagrad.core.norms import every_order
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import exchanged, own_buffers
 from metagrad.curvature.operators.hessian import hessian
 
@@ -120,7 +120,7 @@ class Sharpness:
         self._optimizer, self._loss, self._every = optimizer, loss, every
         self._options = {"critical": critical, "top": top, "trace": trace}
         self._steps, self._before = 0, dict[Tensor, Tensor]()
-        self._modules = Reached(loss).modules
+        self._modules = ReachableObjects(loss).modules
         self._handles = [
             optimizer.register_step_pre_hook(self._copy),
             optimizer.register_step_post_hook(self._read),

@@ -6,7 +6,7 @@ from metagrad.hypergrad.hypergradient import hypergradient
 from metagrad.hypergrad.implicit_diff import implicit_diff
 from metagrad.hypergrad.inverses import CG, Exact, FirstOrder, Neumann, Nystrom
 from metagrad.hypergrad.iterations import Anderson, Broyden, NewtonKrylov
-from metagrad.hypergrad.problem import Method
+from metagrad.hypergrad.problem import HypergradientMethod
 from metagrad.hypergrad.root import Root, fixed_point, implicit_root, root
 from metagrad.hypergrad.unroll import Unroll
 
@@ -17,7 +17,7 @@ __all__ = [
     "Exact",
     "FiniteDifference",
     "FirstOrder",
-    "Method",
+    "HypergradientMethod",
     "Neumann",
     "NewtonKrylov",
     "Nystrom",

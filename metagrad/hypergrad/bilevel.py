@@ -14,7 +14,7 @@ from metagrad.core.checks import check_count, check_function
 from metagrad.core.tree import Params, Tree, detached, leaf_names, tree_leaves
 from metagrad.hypergrad.hypergradient import checked, completed
 from metagrad.hypergrad.inverses import CG
-from metagrad.hypergrad.problem import Method, Parameters, Problem
+from metagrad.hypergrad.problem import HypergradientMethod, Parameters, Problem
 from metagrad.hypergrad.unroll import moved_by
 from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
@@ -58,7 +58,7 @@ def bilevel(
     outer: OptimizerLike,
     steps: int,
     inner_steps: int,
-    method: Method | None = None,
+    method: HypergradientMethod | None = None,
     warm_start: bool = True,
     inner_batches: Iterable[Any] | None = None,
     outer_batches: Iterable[Any] | None = None,

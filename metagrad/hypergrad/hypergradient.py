@@ -7,7 +7,7 @@ from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, leaf_names, tree_leaves, zeros_for_none
 from metagrad.hypergrad.implicit import check_solution
 from metagrad.hypergrad.inverses import CG
-from metagrad.hypergrad.problem import CALL, BilevelLoss, Derivative, Method, Parameters, Problem
+from metagrad.hypergrad.problem import CALL, BilevelLoss, Derivative, HypergradientMethod, Parameters, Problem
 
 
 def hypergradient(
@@ -16,7 +16,7 @@ def hypergradient(
     params: Parameters,
     hyper: Tree,
     *,
-    method: Method | None = None,
+    method: HypergradientMethod | None = None,
     create_graph: bool = False,
 ) -> Tree:
     r"""Differentiate an outer loss at the minimum of an inner loss with respect to hyperparameters of both.
@@ -79,7 +79,7 @@ def hypergradient(
     return completed(problem, checked(CG() if method is None else method).estimate(problem))
 
 
-def checked(method: Method) -> Method:
+def checked(method: HypergradientMethod) -> HypergradientMethod:
     """Return ``method``. Raise ``TypeError`` unless it is a method."""
     if isinstance(method, type) or not hasattr(method, "estimate"):
         raise TypeError(

@@ -48,7 +48,7 @@ class Derivative(NamedTuple):
     residual: float = 0.0
 
 
-class Method(Protocol):
+class HypergradientMethod(Protocol):
     """A hypergradient method: a frozen dataclass of its hyperparameters."""
 
     def estimate(self, problem: Problem) -> Derivative:

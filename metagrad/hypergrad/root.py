@@ -15,7 +15,7 @@ from metagrad.core._torch import linalg
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a, warn
 from metagrad.core.norms import every_order
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, tree_flatten, tree_unflatten
@@ -259,7 +259,7 @@ class RootProblem:
         self._leaves = [leaf.detach() for leaf in leaves]
         self._k = leaves[0].shape[0] if batch_ndim else 1
         self.start: Tensor = rows_of(self._leaves, self._k)
-        self._modules = Reached(f).modules
+        self._modules = ReachableObjects(f).modules
         self._random: RandomState | None = None
 
     def tree(self, rows: Tensor) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from metagrad.memory.storages import Ledger, Slot
+from metagrad.memory.storages import Slot, StorageCounter
 
 Path = tuple[tuple[str, "int | None"], ...]
 
@@ -91,7 +91,7 @@ class PhaseStack:
     duration.
     """
 
-    def __init__(self, meter: Ledger | AllocatorMeter) -> None:
+    def __init__(self, meter: StorageCounter | AllocatorMeter) -> None:
         self._meter = meter
         self._meter.reset_window()
         self.root: Phase = self._start(Phase())

@@ -1,4 +1,4 @@
-"""Ledger of storages: the bytes of every storage allocated while it is open, and the phase that allocated it."""
+"""A counter of storages: the bytes of every storage allocated while it is open, and the phase that allocated it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Slot:
 
 
 class _Known(weakref.ref):
-    """Weak reference to a storage in the ledger."""
+    """Weak reference to a storage in the counter."""
 
     __slots__ = ("key", "nbytes", "slot")
 
@@ -86,7 +86,7 @@ class _Known(weakref.ref):
     slot: Slot
 
 
-class Ledger:
+class StorageCounter:
     """Count the bytes of the storages that operations allocate on `device` from now on, by phase.
 
     Storages that exist already are not counted, and their release is not subtracted. The peak is attributed
@@ -178,16 +178,16 @@ class Ledger:
 
 
 class StorageMode(TorchDispatchMode):
-    """Pass the outputs of every operation to a ledger.
+    """Pass the outputs of every operation to a counter.
 
-    A wrapper subclass runs first, so the ledger also sees the operations inside the wrapper.
+    A wrapper subclass runs first, so the counter also sees the operations inside the wrapper.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, counter: StorageCounter) -> None:
         super().__init__()
-        self.ledger = ledger
+        self.counter = counter
 
     def _observed(
         self,
@@ -202,7 +202,7 @@ class StorageMode(TorchDispatchMode):
         # A custom autograd.Function saves its outputs under active function modes, which must not see this call.
         with _torch.without_torch_function():
             outputs = _call(func, args, kwargs or {})
-            self.ledger.observe(func, (args, kwargs), outputs)
+            self.counter.observe(func, (args, kwargs), outputs)
         return outputs
 
 

@@ -14,7 +14,7 @@ from metagrad.core.checks import check_choice, check_count, check_type, is_a
 from metagrad.memory.graph import SavedGraph
 from metagrad.memory.phases import AGAIN, AllocatorMeter, Phase, PhaseStack, label
 from metagrad.memory.report import Record, format_bytes, summary, table
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 
 _ORDER = "close phases in the reverse order of opening (a suspended generator keeps its phase open)."
 
@@ -59,7 +59,7 @@ class MemoryTracker:
     - On CUDA, the tracker reads `torch.cuda.memory_allocated` and its maximum. Bytes are absolute and rounded up to
       blocks. The tracker resets `torch.cuda.max_memory_allocated` on entry to and exit from every phase.
 
-    On both devices, a ledger of storages measures `at_peak`, and saved-tensor hooks measure `graph`. While the
+    On both devices, a counter of storages measures `at_peak`, and saved-tensor hooks measure `graph`. While the
     tracker is open:
 
     - `torch.func.grad` and `torch.func.vjp` raise an error, because torch does not support saved-tensor hooks there.
@@ -257,17 +257,17 @@ class TrackedRun:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._phases: list[Phase] = []
-        self._ledger = Ledger(device)
+        self._counter = StorageCounter(device)
         self.graph: SavedGraph = SavedGraph(device)
         with contextlib.ExitStack() as instruments:
             self.graph.open()
             instruments.callback(self.graph.close)
-            instruments.enter_context(StorageMode(self._ledger))
-            instruments.callback(self._ledger.close)
-            self._stack = PhaseStack(AllocatorMeter(device) if device.type == "cuda" else self._ledger)
+            instruments.enter_context(StorageMode(self._counter))
+            instruments.callback(self._counter.close)
+            self._stack = PhaseStack(AllocatorMeter(device) if device.type == "cuda" else self._counter)
             self._instruments = instruments.pop_all()
         self.root: Phase = self._stack.root
-        self._point_ledger()
+        self._point_counter()
 
     @property
     def is_open(self) -> bool:
@@ -286,7 +286,7 @@ class TrackedRun:
         phase.held_before, phase.first_save = self.graph.held(), self.graph.next_serial
         self._stack.push(phase)
         self._phases.append(phase)
-        self._point_ledger()
+        self._point_counter()
         return phase
 
     def leave(self, phase: Phase) -> Phase:
@@ -297,7 +297,7 @@ class TrackedRun:
         while not phase.closed:
             self._pop()
         if self._stack.open:
-            self._point_ledger()
+            self._point_counter()
         return innermost
 
     def close(self) -> Phase:
@@ -317,7 +317,7 @@ class TrackedRun:
 
     def at_peak(self, phase: Phase) -> int:
         """Return the bytes alive at the peak that `phase` itself allocated."""
-        return self._ledger.at_peak(phase.slot)
+        return self._counter.at_peak(phase.slot)
 
     def record(self, phase: Phase) -> Record:
         """Return the record of a closed phase."""
@@ -333,8 +333,8 @@ class TrackedRun:
         phase.graph = self.graph.held_since(phase.first_save)
         phase.held_after = self.graph.held()
 
-    def _point_ledger(self) -> None:
-        self._ledger.slot = self._stack.top.slot
+    def _point_counter(self) -> None:
+        self._counter.slot = self._stack.top.slot
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device:

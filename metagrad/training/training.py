@@ -16,7 +16,7 @@ from metagrad.core._torch import Context, Function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.checks import check_choice, check_count, check_function, check_type, refuse
 from metagrad.core.modules import check_substitutable, refuse_wrapped
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.tree import LossFn, Params, Tree, dissect, is_differentiable
 from metagrad.optim.rule import Rule
 from metagrad.training.reverse import Cotangents, Leaves, StateCotangents, leaves_of, vjp
@@ -217,7 +217,7 @@ class Training:
         known = {id(t) for t in (*params.values(), *self.model.params().values())}
         found: dict[int, Tensor] = {}
         for function in (self.step.loss_fn, self.model.module, self.step.transform):
-            for _, tensor in [] if function is None else Reached(function).tensors:
+            for _, tensor in [] if function is None else ReachableObjects(function).tensors:
                 if tensor.requires_grad and id(tensor) not in known:
                     found[id(tensor)] = tensor
         return list(found.values())

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from metagrad.memory.storages import Ledger, Slot, StorageMode
+from metagrad.memory.storages import Slot, StorageCounter, StorageMode
 
 CPU = torch.device("cpu")
-OLD = torch.arange(50, dtype=torch.float64)  # 400 bytes, allocated before any ledger is open
+OLD = torch.arange(50, dtype=torch.float64)  # 400 bytes, allocated before any counter is open
 
 
 def f64(*shape):
@@ -98,13 +98,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_that_stay_are_exact_and_go_with_the_result(name):
     make, expected = CASES[name]
-    ledger = Ledger(CPU)
-    with StorageMode(ledger):
+    counter = StorageCounter(CPU)
+    with StorageMode(counter):
         kept = make()
-        assert ledger.total == expected
+        assert counter.total == expected
         del kept
-        assert ledger.total == 0
-    assert ledger.peak >= expected
+        assert counter.total == 0
+    assert counter.peak >= expected
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
@@ -115,40 +115,40 @@ def test_compressed_layouts_count_the_storages_of_their_three_components(layout)
     reference = getattr(dense, f"to_sparse_{layout}")(**block)
     pointers = reference.crow_indices() if layout in ("csr", "bsr") else reference.ccol_indices()
     num_indices = 2 * reference.values().shape[0]  # `nonzero` allocates two rows, and torch uses one of them
-    ledger = Ledger(CPU)
-    with StorageMode(ledger):
+    counter = StorageCounter(CPU)
+    with StorageMode(counter):
         kept = getattr(dense, f"to_sparse_{layout}")(**block)
-    assert ledger.total == 8 * (pointers.numel() + num_indices + reference.values().numel())
+    assert counter.total == 8 * (pointers.numel() + num_indices + reference.values().numel())
     assert kept.layout == reference.layout
 
 
 def test_storage_resized_by_hand_is_seen_when_next_returned():
-    ledger = Ledger(CPU)
-    with StorageMode(ledger):
+    counter = StorageCounter(CPU)
+    with StorageMode(counter):
         kept = f64(10)
         kept.untyped_storage().resize_(0)
         kept.detach()
-        assert ledger.total == 0
+        assert counter.total == 0
         del kept
-        assert ledger.total == 0
+        assert counter.total == 0
 
 
 def test_close_freezes_the_counts():
-    ledger = Ledger(CPU)
-    with StorageMode(ledger):
+    counter = StorageCounter(CPU)
+    with StorageMode(counter):
         kept = f64(10)
-    ledger.close()
+    counter.close()
     del kept
-    assert ledger.total == 80
+    assert counter.total == 80
 
 
 def test_attribution_equals_a_copy_of_all_counters_at_each_new_peak():
     chance = random.Random(0)
-    ledger = Ledger(CPU)
+    counter = StorageCounter(CPU)
     slots = [Slot() for _ in range(5)]
     live = [0] * len(slots)
     expected, peak, held = list(live), 0, []
-    with StorageMode(ledger):
+    with StorageMode(counter):
         for _ in range(500):
             if held and chance.random() < 0.5:
                 slot, tensor = held.pop(chance.randrange(len(held)))
@@ -156,22 +156,22 @@ def test_attribution_equals_a_copy_of_all_counters_at_each_new_peak():
                 del tensor
             else:
                 slot = chance.randrange(len(slots))
-                ledger.slot = slots[slot]
+                counter.slot = slots[slot]
                 tensor = f64(chance.randrange(1, 50))
                 live[slot] += 8 * tensor.numel()
                 held.append((slot, tensor))
                 del tensor
             if sum(live) > peak:
                 expected, peak = list(live), sum(live)
-            assert [ledger.at_peak(slot) for slot in slots] == expected
-            assert (ledger.total, ledger.peak) == (sum(live), peak)
+            assert [counter.at_peak(slot) for slot in slots] == expected
+            assert (counter.total, counter.peak) == (sum(live), peak)
 
 
 def test_zero_tensors_below_a_mode_do_not_crash():
     # In torch 2.13 `mul.Scalar` of a zero tensor crashes the process below any TorchDispatchMode.
-    ledger = Ledger(CPU)
-    with StorageMode(ledger):
+    counter = StorageCounter(CPU)
+    with StorageMode(counter):
         zero = torch._efficientzerotensor((100,))
         assert torch.ops.aten.mul.Scalar(zero, 2.0)._is_zerotensor()
-        assert ledger.peak == 0
+        assert counter.peak == 0
         assert not (zero + OLD[:1]).any()

@@ -16,7 +16,7 @@ from metagrad.core.capture import forward_mode
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.modules import refuse_sharded
 from metagrad.core.norms import every_order
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import (
@@ -122,7 +122,7 @@ def hvp(
         return loss
 
     reverse = _nested if is_transformed() else _reverse
-    training = (module for module in Reached(loss_fn).modules if module.training)
+    training = (module for module in ReachableObjects(loss_fn).modules if module.training)
     with every_order(), own_buffers(training), checked_reruns("hvp(loss_fn, ...)"):
         loss, gradient, product = (reverse if mode == "reverse" else _forward)(
             fn, leaves, weights, create_graph

@@ -14,7 +14,7 @@ from metagrad.autograd.derivatives.grad import check_loss, check_params
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.modules import has_memory, refuse_freed, refuse_sharded
 from metagrad.core.tree import Tree, leaf_names, tree_leaves, zeros_for_none
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -295,10 +295,10 @@ class BatchedVjp:
     def _one(self, product: Product, vector: Tensor) -> Tensor:
         if self.bytes_each is not None:
             return product(vector)
-        with StorageMode(ledger := Ledger(vector.device)):
+        with StorageMode(counter := StorageCounter(vector.device)):
             found = product(vector)
-        self.bytes_each = ledger.peak
-        ledger.close()
+        self.bytes_each = counter.peak
+        counter.close()
         return found
 
     def _batched(self, product: Product, vectors: Tensor) -> Tensor | None:

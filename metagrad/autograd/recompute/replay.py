@@ -33,7 +33,7 @@ from metagrad.autograd.recompute.fingerprint import (
 from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.dispatch import DispatchState
 from metagrad.core.modules import ModuleSnapshot, check_substitutable, content_of, is_as_it_was
-from metagrad.core.reach import Place, Reached, placed
+from metagrad.core.reach import Place, ReachableObjects, placed
 from metagrad.core.substitution import checked_reruns
 from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, plain_values
 
@@ -62,7 +62,7 @@ class CallState:
     """
 
     def __init__(self, fn: Callable[..., Tree], name: str) -> None:
-        self.reached = Reached(fn)
+        self.reached = ReachableObjects(fn)
         check_substitutable(name, self.reached.modules)
         self.settings = Flags(), AutocastState(), DispatchState()
 
@@ -92,7 +92,7 @@ class Recording(NamedTuple):
     structure: Structure
 
 
-class ReachedTensor(NamedTuple):
+class ReachableTensor(NamedTuple):
     """A tensor that a call could read although it is no argument.
 
     Attributes:
@@ -130,7 +130,8 @@ class Call:
         self.cells = [(Place(cell, "cell_contents"), cell.cell_contents) for cell in reached.cells]
         kept = reached.contents
         self.found = [
-            ReachedTensor(place, t, content_of(t, kept if t.is_cpu else None)) for place, t in reached.tensors
+            ReachableTensor(place, t, content_of(t, kept if t.is_cpu else None))
+            for place, t in reached.tensors
         ]
         self.random = RandomState(reached.generators, reached.libraries)
         self.modules = ModuleSnapshot(reached.modules, reached.contents)
@@ -192,7 +193,7 @@ class Call:
             stack.enter_context(placed([*self.cells, *values]))
             yield
 
-    def _again(self, found: ReachedTensor, copies: dict[int, Tensor]) -> Tensor:
+    def _again(self, found: ReachableTensor, copies: dict[int, Tensor]) -> Tensor:
         """Return a constant as the call found it: a copy if it has changed or if the call writes into it."""
         key = id(found.tensor)
         if key in self.written or not is_as_it_was(found.tensor, found.content):

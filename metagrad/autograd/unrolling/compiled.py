@@ -24,7 +24,7 @@ from metagrad.core.budget import BudgetError, device_of
 from metagrad.core.capture import AutocastState, RandomState
 from metagrad.core.checks import warn
 from metagrad.core.norms import unfused_attention
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, is_differentiable, tree_map
 
@@ -119,7 +119,7 @@ class Compiler:
         in_pieces = functools.partial(_in_pieces, self._piece, width)
         if not torch.is_grad_enabled():
             return in_pieces(step, state, args, times)
-        pulled = functools.partial(self._pulled, Reached(step).modules)
+        pulled = functools.partial(self._pulled, ReachableObjects(step).modules)
         loops: dict[str, Loop] = {
             "full": functools.partial(_in_pieces, pulled, width) if is_small else in_pieces,
             "step": functools.partial(_in_pieces, pulled, 1),
@@ -270,7 +270,7 @@ def _again(loop: Loop) -> Loop:
 
     def recomputed(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
         tensors, structure = dissect((state, args))
-        modules, random, autocast = Reached(step).modules, RandomState(), AutocastState()
+        modules, random, autocast = ReachableObjects(step).modules, RandomState(), AutocastState()
         found: list[Structure] = []
 
         def call(tensors: Sequence[Tensor]) -> list[Tensor]:

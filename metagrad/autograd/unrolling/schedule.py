@@ -20,7 +20,7 @@ from metagrad.autograd.unrolling.plan import Plan, states_of
 from metagrad.autograd.unrolling.steps import Arguments, Pair, StateCheck, checked_pair, stack
 from metagrad.core.budget import BudgetError, device_of, free_bytes
 from metagrad.core.tree import Tree, dissect, tree_map
-from metagrad.memory.storages import Ledger, StorageMode, storages_of
+from metagrad.memory.storages import StorageCounter, StorageMode, storages_of
 
 Step = Callable[..., Pair]
 Loop = Callable[[Step, Tree, Arguments, range], Pair]
@@ -205,7 +205,7 @@ class Trial:
         self.budget = budget
         self.shared = CallState(step, _STEP)
         self.check = StateCheck(state)
-        self.ledger = Ledger(device_of(state, args))
+        self.counter = StorageCounter(device_of(state, args))
         self.state = state
         self.collected: list[Tree] = []
         self.recordings: list[Recording] = []
@@ -224,7 +224,7 @@ class Trial:
         taken: list[Pair] = []
 
         def measured(state: Tree, t: int, *args: Tree) -> Pair:
-            with StorageMode(self.ledger):
+            with StorageMode(self.counter):
                 taken.append(checked_pair(self.step(state, t, *args), t))
             return taken[0]
 
@@ -239,15 +239,15 @@ class Trial:
         self.collected.append(aux)
         self.recordings.append(recording)
         self.state_bytes = sum(map(_bytes, dissect(self.state)[0]))
-        self.totals.append(self.ledger.total)
+        self.totals.append(self.counter.total)
 
     def needs(self) -> StepBytes:
         """End the measurement and return the measured memory."""
         step = growth = max(self.totals[0], 1)
         if len(self.recordings) == 2:
             self._leave_states_to_graphs()
-            growth = max(self.ledger.total - self.totals[0], 1)
-        self.ledger.close()
+            growth = max(self.counter.total - self.totals[0], 1)
+        self.counter.close()
         return StepBytes(step, self.state_bytes, growth)
 
     def _leave_states_to_graphs(self) -> None:

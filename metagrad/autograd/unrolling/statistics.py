@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from metagrad.core._torch import BatchNorm, InstanceNorm, current_graph_task
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tree_leaves
 
@@ -56,7 +56,7 @@ class StatisticsGuard:
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
-        norms = [m for m in Reached(step).modules if isinstance(m, _NORMS)]
+        norms = [m for m in ReachableObjects(step).modules if isinstance(m, _NORMS)]
         self._means = [
             (m, m.running_mean, m.running_mean.clone()) for m in norms if m.running_mean is not None
         ]

@@ -17,7 +17,7 @@ from metagrad.autograd.unrolling.statistics import StatisticsGuard, checked_stat
 from metagrad.autograd.unrolling.steps import Arguments, Pair, checked_pair, rows_of
 from metagrad.core.budget import Memory, MemoryMode, checked_memory
 from metagrad.core.checks import check_count, check_function, is_integer, warn
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns
 from metagrad.core.tree import Tree, constants, detached, tree_map
 
@@ -193,7 +193,9 @@ def run_loop(
 
 def _warn_of_lists(step: Step, steps: int) -> None:
     """Warn if each of many steps reads all tensors of a list, of which it probably needs one."""
-    lists = Counter(id(at.holder) for at, _ in Reached(step).tensors if not isinstance(at.holder, dict))
+    lists = Counter(
+        id(at.holder) for at, _ in ReachableObjects(step).tensors if not isinstance(at.holder, dict)
+    )
     if steps >= 50 and max(lists.values(), default=0) >= steps:
         warn(
             f"unroll(step, ...): the step reads a list of {steps} tensors, and each step records all of them. Stack "

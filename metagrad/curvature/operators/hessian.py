@@ -12,7 +12,7 @@ from metagrad.autograd.derivatives.recorded import recorded_gradient
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import dtypes_explained, is_list_or_tuple
 from metagrad.core.norms import every_order
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers
 from metagrad.curvature.likelihoods.recognition import recognized
 from metagrad.curvature.operators.batches import (
@@ -112,7 +112,7 @@ def hessian(
     if not callable(loss):
         raise TypeError(f"{_CALL}: loss must be a tensor or a function, got {type(loss).__name__}.")
 
-    modules = Reached(loss).modules
+    modules = ReachableObjects(loss).modules
 
     def of_batch(batch: Batch) -> HessianOperator:
         leaves = {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in values.items()}

@@ -15,7 +15,7 @@ from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves, ref
 from metagrad.core.checks import check_function, dtypes_explained
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.norms import every_order
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import (
@@ -71,7 +71,7 @@ class ModelProblem:
         self.create_graph = create_graph
         self.any_split = any_split
         refuse_wrapped(call, model)
-        self._modules = Reached(model).modules
+        self._modules = ReachableObjects(model).modules
         if isinstance(model, nn.Module):
             check_substitutable(call, model.modules())
             own, given = ({k: values_of(p).shape for k, p in each.items()} for each in (_own(model), params))

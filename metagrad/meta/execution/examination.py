@@ -20,7 +20,7 @@ from metagrad.autograd.checks.lint import custom_functions
 from metagrad.core._torch import named_modules
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleSnapshot
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import Read, noted_reads, refuse_hidden
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Params
@@ -75,7 +75,7 @@ class Examination:
         """
         paths = {module: path for root in self.modules for path, module in named_modules(root)}
         state = ModuleSnapshot(paths, {}, math.inf)
-        random = RandomState(Reached(self.modules).generators)  # type: ignore[reportArgumentType]
+        random = RandomState(ReachableObjects(self.modules).generators)  # type: ignore[reportArgumentType]
         params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
         forward: list[Read] = []
         backward: list[Read] = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core.capture import RandomState
-from metagrad.core.reach import Reached
+from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import exchanged, own_buffers
 from metagrad.core.tree import Params, widened
 from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, loss_of_before
@@ -64,7 +64,7 @@ class VectorOptimizer(CurvatureOptimizer):
         """
         self._closure, self._random = closure, RandomState()
         if closure is not None and (self._seen is None or self._seen() is not closure):
-            self._seen, self._modules = weakref.ref(closure), Reached(closure).modules
+            self._seen, self._modules = weakref.ref(closure), ReachableObjects(closure).modules
         try:
             return super().step(closure)
         finally:

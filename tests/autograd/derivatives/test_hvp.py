@@ -9,7 +9,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.autograd import hvp
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from tests.losses import loss_of
 
 MODES = ["reverse", "forward"]
@@ -75,11 +75,11 @@ def test_without_create_graph_nothing_is_kept(mode):
     for tree in (params, v):
         for tensor in tree.values():
             tensor.requires_grad_()
-    with StorageMode(ledger := Ledger(torch.device("cpu"))):
+    with StorageMode(counter := StorageCounter(torch.device("cpu"))):
         result = hvp(loss, params, v, x, y, mode=mode)
     tensors = [result.loss, *result.gradient.values(), *result.product.values()]
     assert not any(t.requires_grad for t in tensors)
-    assert ledger.total <= sum(t.nbytes for t in tensors)
+    assert counter.total <= sum(t.nbytes for t in tensors)
 
 
 @pytest.mark.parametrize("mode", ["reverse", "forward"])

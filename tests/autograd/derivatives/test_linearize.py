@@ -12,7 +12,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.autograd.derivatives.linearize import linearize
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.sparse import Pattern, SparseTensor, embedding
 
 
@@ -119,14 +119,14 @@ def test_the_graph_is_freed_to_the_byte():
     vs = stack_like(params, 6)
     gc.disable()
     try:
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        with StorageMode(counter := StorageCounter(torch.device("cpu"))):
             with linearize(graph_loss(params), params) as lin:
                 lin.hvp(vs)
-                assert ledger.total > 40_000
+                assert counter.total > 40_000
             held = sum(g.nbytes for g in lin.gradient.values()) + lin.loss.nbytes
-            assert ledger.total == held
+            assert counter.total == held
             del lin
-            assert ledger.total == 0
+            assert counter.total == 0
     finally:
         gc.enable()
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded, recorded_gradient
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 
 
 def product_of(loss, w):
@@ -37,9 +37,9 @@ def test_a_chunk_bounds_the_working_memory():
     vectors = torch.randn(64, w.numel())
     batched = BatchedVjp()
     for chunk in (200_000, 1_000_000):
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        with StorageMode(counter := StorageCounter(torch.device("cpu"))):
             batched.rows(product, vectors, chunk)
-        assert ledger.peak <= 1.5 * chunk + vectors.nbytes
+        assert counter.peak <= 1.5 * chunk + vectors.nbytes
 
 
 class Looks(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.autograd.recompute.replay import record
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.sparse import Pattern, SparseTensor
 
 
@@ -346,8 +346,8 @@ def test_what_is_dropped_is_free_before_garbage_is_collected(order):
     gc.collect()
     gc.disable()
     try:
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        with StorageMode(counter := StorageCounter(torch.device("cpu"))):
             compute()
-        assert ledger.total == 0
+        assert counter.total == 0
     finally:
         gc.enable()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import metagrad as mg
 from metagrad.autograd import attention, linear_cross_entropy
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from tests.autograd.recompute.test_checkpoint import assert_same_derivatives
 
 F64 = torch.float64
@@ -100,11 +100,11 @@ def test_products_need_no_memory_for_all_logits():
         lambda: F.cross_entropy(hidden @ weight.T, labels),
         lambda: linear_cross_entropy(hidden, weight, labels, chunk=2**16),
     ):
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        with StorageMode(counter := StorageCounter(torch.device("cpu"))):
             value = loss()
             with mg.autograd.linearize(value, {"weight": weight}) as linear:
                 products.append(linear.hvp({"weight": torch.ones_like(weight)})["weight"])
-        peaks.append(ledger.peak)
+        peaks.append(counter.peak)
     torch.testing.assert_close(*products)
     assert peaks[1] < peaks[0] / 8
 

@@ -10,7 +10,7 @@ import metagrad as mg
 from metagrad.autograd.unrolling.plan import Plan, states_of
 from metagrad.autograd.unrolling.schedule import Trial
 from metagrad.autograd.unrolling.steps import Arguments
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from tests.marks import slow
 
 WIDTH = 48
@@ -32,10 +32,10 @@ def problem():
 def peak(memory, steps: int, states: int | None = None) -> tuple[int, torch.Tensor]:
     """Return the peak of a meta-gradient in bytes, and the meta-gradient."""
     step, w, x = problem()
-    with StorageMode(ledger := Ledger(torch.device("cpu"))):
+    with StorageMode(counter := StorageCounter(torch.device("cpu"))):
         last, losses = mg.unroll(step, w, x, steps=steps, memory=memory, states=states)
         gradient = mg.grad(last.pow(2).sum() + losses.sum(), w)
-    return ledger.peak, gradient
+    return counter.peak, gradient
 
 
 def test_step_keeps_one_state_a_step_and_sqrt_keeps_its_square_root():
@@ -125,11 +125,11 @@ def table():
 def run_table(memory, steps):
     """Return the bytes that are kept and the peak, the meta-gradient, and how many steps were computed."""
     step, w, x, calls = table()
-    with StorageMode(ledger := Ledger(torch.device("cpu"))):
+    with StorageMode(counter := StorageCounter(torch.device("cpu"))):
         last, losses = mg.unroll(step, w, x, steps=steps, memory=memory)
-        kept = ledger.total
+        kept = counter.total
         gradient = mg.grad(last[:20].pow(2).sum() + losses.sum(), w)
-    return kept, ledger.peak, gradient, len(calls)
+    return kept, counter.peak, gradient, len(calls)
 
 
 @pytest.mark.parametrize(("share", "steps"), [("auto", 1), ("auto", 7), (1, 2), (1.5, 3), (1.5, 7), (4, 3)])
@@ -184,9 +184,9 @@ def test_what_a_step_adds_is_what_a_loop_that_keeps_every_graph_grows_by(make):
     totals = []
     for steps in (5, 6):
         step, state, x = make()
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        with StorageMode(counter := StorageCounter(torch.device("cpu"))):
             kept = mg.unroll(step, state, x, steps=steps)
-            totals.append(ledger.total)
+            totals.append(counter.total)
         del kept
     step, state, x = make()
     trial = Trial(step, state, Arguments((x,)), 10**12)

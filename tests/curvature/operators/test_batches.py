@@ -12,7 +12,7 @@ from metagrad.curvature.operators.batches import is_one_batch
 from metagrad.curvature.operators.fisher import fisher
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.tasks.batch import Examples
 
 
@@ -133,11 +133,13 @@ def test_one_graph_is_held_at_a_time():
     peaks = []
     for batches in (few, many):
         G = ggn(model, F.cross_entropy, params, batches)
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        with StorageMode(counter := StorageCounter(torch.device("cpu"))):
             product = G @ torch.ones(31).double()
-        peaks.append(ledger.peak)
-        assert ledger.total <= 3 * product.nbytes + 64  # the product, and a pair to compare the next one with
-        ledger.close()
+        peaks.append(counter.peak)
+        assert (
+            counter.total <= 3 * product.nbytes + 64
+        )  # the product, and a pair to compare the next one with
+        counter.close()
     assert peaks[1] <= peaks[0] + 1024
 
 

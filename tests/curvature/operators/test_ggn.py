@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import metagrad as mg
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.sparse import Pattern, SparseTensor, spmm
 
 torch.manual_seed(0)
@@ -293,13 +293,13 @@ def test_sparse_matrices_have_their_values_for_coordinates():
 
 def test_nothing_is_left_when_it_is_closed():
     model, params, x, y = made(mlp)
-    with StorageMode(ledger := Ledger(torch.device("cpu"))):
+    with StorageMode(counter := StorageCounter(torch.device("cpu"))):
         with ggn(model, F.cross_entropy, params, (x, y)) as G:
             G @ torch.ones(G.shape[0], dtype=torch.float64)
-            assert ledger.total > 0
-        evaluated = ledger.total
+            assert counter.total > 0
+        evaluated = counter.total
     assert evaluated <= G.loss.nbytes + 16
-    ledger.close()
+    counter.close()
     with pytest.raises(ValueError, match="closed"):
         G @ torch.ones(G.shape[0], dtype=torch.float64)
     with pytest.raises(ValueError, match="closed"):

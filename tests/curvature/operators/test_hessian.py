@@ -14,7 +14,7 @@ import metagrad as mg
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.space import ParameterSpace
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.sparse import Pattern, SparseTensor
 
 
@@ -184,12 +184,12 @@ def test_the_graph_is_freed_after_an_exception():
     w = torch.randn(100, requires_grad=True)
     gc.disable()
     try:
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        with StorageMode(counter := StorageCounter(torch.device("cpu"))):
             with pytest.raises(KeyError), hessian(w.sin().exp().sum(), {"w": w}, create_graph=True) as H:  # noqa: PT012
-                assert ledger.total > 1500
+                assert counter.total > 1500
                 H @ torch.ones(100)
                 raise KeyError
-            assert ledger.total == H.loss.nbytes + H.gradient.nbytes
+            assert counter.total == H.loss.nbytes + H.gradient.nbytes
         with pytest.raises(ValueError, match="H is closed"):
             H["w"] @ torch.ones(100)
     finally:

@@ -13,7 +13,7 @@ from torch import nn
 import metagrad as mg
 from metagrad import hypergrad
 from metagrad.curvature import SolveError
-from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.memory.storages import StorageCounter, StorageMode
 from tests.marks import covering, slow
 
 SGD = mg.optim.rules.sgd(lr=0.1)
@@ -169,10 +169,10 @@ def test_memory_does_not_grow_with_steps():
         x, y = torch.randn(2, 4, 32, 16), torch.randn(2, 4, 32, 1)
         imaml(((x[0], y[0]), (x[1], y[1]))).loss.backward()
         imaml.zero_grad()
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        with StorageMode(counter := StorageCounter(torch.device("cpu"))):
             imaml(((x[0], y[0]), (x[1], y[1]))).loss.backward()
-        ledger.close()
-        return ledger.peak
+        counter.close()
+        return counter.peak
 
     assert peak(9) <= 1.05 * peak(2)
 
