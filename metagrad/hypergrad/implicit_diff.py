@@ -18,6 +18,7 @@ from metagrad.autograd.derivatives.recorded import (
 )
 from metagrad.core.checks import check_count, check_function, is_a
 from metagrad.core.norms import every_order
+from metagrad.core.substitution import checked_reruns
 from metagrad.core.tape import graph_nodes, is_transformed
 from metagrad.core.tree import Params
 from metagrad.curvature.operators.space import check_params
@@ -107,7 +108,8 @@ def implicit_diff(
             "torch.autograd.grad."
         )
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-    losses = inner_loss(leaves)
+    with checked_reruns(call, nested=call != CALL):  # iMAML calls copies of the model, which may run again
+        losses = inner_loss(leaves)
     split = losses if isinstance(losses, SplitLoss) else None
     losses = losses if split is None else split.losses
     hessians = _TaskHessians(call, losses, _entering(losses, leaves) or leaves, split)

@@ -236,6 +236,17 @@ def test_modules_of_a_step_that_the_user_writes(through, memory):
             last_loss()
 
 
+def response(loss, params, data):
+    """Return the derivative of a minimum with respect to the weight of its penalty."""
+    weight = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
+    found = mg.hypergrad.implicit_diff(
+        lambda p: loss(p, *data) + weight * sum(v.square().sum() for v in p.values()),
+        params,
+        method=mg.hypergrad.CG(steps=50),
+    )
+    return torch.autograd.grad(sum(p.sum() for p in found.values()), weight)
+
+
 CURVED = {
     "hessian": lambda loss, p, model, data: mg.hessian(loss, p, data).to_dense(),
     "hvp": lambda loss, p, model, data: list(mg.hvp(lambda p: loss(p, *data), p, p).product.values()),
@@ -248,6 +259,7 @@ CURVED = {
         p,
         torch.tensor(9.0, dtype=torch.float64),
     ),
+    "implicit_diff": lambda loss, p, model, data: response(loss, p, data),
     "fixed_point": lambda loss, p, model, data: list(
         mg.hypergrad.fixed_point(lambda p: {k: p[k] / 2 + loss(p, *data) / 9 for k in p}, p).value.values()
     ),

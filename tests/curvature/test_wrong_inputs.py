@@ -235,3 +235,27 @@ def test_an_input_of_another_dtype_is_named(call, use):
         ValueError, match=rf"{call}\(.*parameters are torch.float32 and an input is torch.float64"
     ):
         use(X.double())
+
+
+@pytest.mark.parametrize("labels", [torch.full((4,), 9), torch.rand(4), torch.zeros(4, dtype=torch.int32)])
+@pytest.mark.parametrize("make", [mg.ggn, mg.fisher, mg.kfac])
+def test_labels_that_the_loss_cannot_take_are_named(make, labels):
+    with pytest.raises(
+        ValueError, match=r"loss_fn\(output, y\) raised an error.*labels must be int64, from 0"
+    ):
+        make(NET, F.cross_entropy, PARAMS, (X, labels))
+
+
+def test_layers_in_a_checkpointed_call_have_no_factors():
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(mg.checkpoint(lambda x: self.body(x).tanh(), x))
+
+    model = Checkpointed()
+    params = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=r"kfac\(.*'body.weight'.*outside of metagrad.checkpoint"):
+        mg.kfac(model, F.mse_loss, params, (torch.randn(5, 3), torch.randn(5, 2)))

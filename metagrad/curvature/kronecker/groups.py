@@ -156,6 +156,7 @@ class Groups:
                 for layer in group.layers:
                     hooks.callback(layer.register_forward_hook(group.note, with_kwargs=True).remove)
             evaluation = self.problem.evaluate(batch)
+        self._check_reached(evaluation)
         uses = Counter(node for n in graph_nodes([evaluation.loss]) for node, _ in n.next_functions)
         leaves = dict(zip(self.problem.params, evaluation.recorded.inputs, strict=True))
         for name, most in {name: len(group.calls) for group in self.layers for name in group.names}.items():
@@ -163,6 +164,18 @@ class Groups:
                 refuse(f"{self.problem.call}: {name!r}", f"{most} uses, all in calls of its layer", count)
         self._check_order(evaluation)
         return evaluation
+
+    def _check_reached(self, evaluation: ModelEvaluation) -> None:
+        """Raise ``ValueError`` if the graph of the outputs lacks a call of a layer."""
+        nodes = set(graph_nodes(evaluation.outputs))
+        for group in self.layers:
+            if any(edge.node not in nodes for *_, edge in group.calls):
+                refuse(
+                    f"{self.problem.call}: {group.names[0]!r}",
+                    "a layer that the outputs depend on, outside of metagrad.checkpoint. Leave its parameters out of "
+                    "params, or call torch.utils.checkpoint",
+                    "a call that is not in the graph of the outputs",
+                )
 
     def _check_order(self, evaluation: ModelEvaluation) -> None:
         """Raise ``ValueError`` if outputs of the first example depend on other rows of a sequence or of a table."""

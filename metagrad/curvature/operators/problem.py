@@ -95,7 +95,7 @@ class ModelProblem:
             explained = dtypes_explained(self.call, map(values_of, self.params.values()), x)
             with every_order(), checked_reruns(self.call), explained:
                 output = self._call_model(leaves, x)
-            loss, known = evaluate(self.loss_fn, output, y)
+            loss, known = self._evaluated(output, y)
         named = self._checked(leaves, loss)
         if known is not None and not (self.any_split or is_affine_in(known.output, tensors_in(output))):
             known = None
@@ -104,6 +104,17 @@ class ModelProblem:
             refuse_order(self.call, outputs, list(named.values()), 3)
         recorded = Recorded(self.call, outputs, named, create_graph=self.create_graph)
         return ModelEvaluation(self, batch, loss, output, outputs, known, recorded)
+
+    def _evaluated(self, output: Tree, y: Tree) -> tuple[Tensor, OutputLoss | None]:
+        try:
+            return evaluate(self.loss_fn, output, y)
+        except (IndexError, RuntimeError) as error:
+            found = [f"{tuple(t.shape)} of {t.dtype}" for t in tensors_in([output, y])]
+            raise ValueError(
+                f"{self.call}: loss_fn(output, y) raised an error. The tensors of output and y are "
+                f"{', '.join(found)}. Class labels must be int64, from 0 to the number of classes - 1. "
+                f"The error was: {error}"
+            ) from error
 
     def _pair(self, batch: Tree) -> tuple[Tree, Tree]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
