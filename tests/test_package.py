@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import runpy
 import shlex
 import subprocess
 import sys
@@ -110,12 +110,12 @@ def test_a_command_without_a_program_names_the_help(name, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(SystemExit, match=rf"there is no program '{name}'. `metagrad --help` lists"):
-        runpy.run_module("metagrad", run_name="__main__")
+        importlib.import_module("metagrad.__main__").main()
 
 
 def test_the_help_of_the_command_lists_programs_that_exist(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["metagrad"])
-    runpy.run_module("metagrad", run_name="__main__")
+    importlib.import_module("metagrad.__main__").main()
     named = {
         word
         for line in capsys.readouterr().out.splitlines()

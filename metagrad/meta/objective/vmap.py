@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -239,16 +240,19 @@ def _shared_linear(module: nn.Linear, weight: Tensor | None, bias: Tensor | None
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a call of the module is only its ``forward``, without hooks."""
+    """Return whether a call of the module is only its ``forward``, without hooks.
+
+    Hooks of metagrad only check calls, and a recomputation may run without them.
+    """
     everywhere = torch.nn.modules.module
-    return not (
-        has_hooks(module)
-        or everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-        or everywhere._global_backward_hooks
-        or everywhere._global_backward_pre_hooks
-        or "forward" in module.__dict__
+    hooks = itertools.chain(
+        everywhere._global_forward_hooks.values(),
+        everywhere._global_forward_pre_hooks.values(),
+        everywhere._global_backward_hooks.values(),
+        everywhere._global_backward_pre_hooks.values(),
     )
+    is_hooked = any(not getattr(hook, "__module__", "").startswith("metagrad.") for hook in hooks)
+    return not (is_hooked or has_hooks(module) or "forward" in module.__dict__)
 
 
 _ACTIVATIONS = "Dropout ELU GELU Hardtanh Identity LeakyReLU Mish ReLU SELU SiLU Sigmoid Softplus Tanh"
