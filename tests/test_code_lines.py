@@ -6,8 +6,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 25_300, "experiments": 9_900, "tests": 29_700}
-FILES = {"metagrad": 264, "experiments": 80}
+LINES = {"metagrad": 24_920, "experiments": 9_900, "tests": 29_600}
+FILES = {"metagrad": 260, "experiments": 77}
 
 
 @pytest.mark.parametrize("folder", LINES)
