@@ -6,8 +6,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_920, "experiments": 9_900, "tests": 29_600}
-FILES = {"metagrad": 260, "experiments": 77}
+LINES = {"metagrad": 25_100, "experiments": 10_150, "tests": 30_200}
+FILES = {"metagrad": 262, "experiments": 80}
 
 
 @pytest.mark.parametrize("folder", LINES)
