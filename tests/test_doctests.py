@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import doctest
 import importlib
 import inspect
@@ -19,7 +18,6 @@ import pytest
 import torch
 
 import metagrad
-from metagrad.optim.rule import documented_fields
 
 ROOT = Path(metagrad.__file__).parents[1]
 MODULES = [info.name for info in pkgutil.walk_packages(metagrad.__path__, "metagrad.")]
@@ -172,9 +170,8 @@ def parameters(value) -> set[str]:
         issubclass(value, (Enum, Exception)) or getattr(value, "_is_protocol", False)
     ):
         return set()
-    if dataclasses.is_dataclass(value) and (declared := documented_fields(value)):
-        return {field.name for field in declared}
-    return set(inspect.signature(value).parameters) - {"unknown"}
+    internal = ("unknown", "batch_ndim") if inspect.isclass(value) else ("unknown",)
+    return set(inspect.signature(value).parameters).difference(internal)
 
 
 def raises(value) -> bool:

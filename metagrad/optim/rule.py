@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
-import re
-import textwrap
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
@@ -24,36 +21,25 @@ Values for parameters are a mapping by name. Each is a number, a 0-d tensor, or 
 
 R = TypeVar("R")
 
-WIDTH = 114  # of a section of a docstring, without indentation
 
-
-def hyperparameter(*, doc: str, default: Any = dataclasses.MISSING, below: float = math.inf) -> Any:
+def hyperparameter(*, default: Any = dataclasses.MISSING, below: float = math.inf) -> Any:
     """Declare a field of a rule that is a hyperparameter, which may be a tensor that requires grad.
 
     Args:
-        doc: Line of documentation.
         default: Default value. Without a default, the argument is required.
         below: Upper bound of a number, exclusive. The lower bound is 0.
     """
-    return dataclasses.field(default=default, metadata={"doc": doc, "hyper": True, "below": below})
+    return dataclasses.field(default=default, metadata={"below": below})
 
 
-def option(*, doc: str, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a field of a rule that is structure: a flag, a count, a name, a function."""
-    return dataclasses.field(default=default, metadata={"doc": doc})
-
-
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(hyperparameter, option))
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(hyperparameter,))
 def functional_optimizer(cls: type[R]) -> type[R]:
-    """Make a class of declared fields a rule: a frozen dataclass with a documented field for each."""
+    """Make a class of declared fields a rule: a frozen dataclass."""
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
-    declared = {field.name: field.metadata for field in documented_fields(cls)}
-    hyper = tuple(name for name, data in declared.items() if "hyper" in data)
-    cls.hyper, cls.below = hyper, {name: declared[name]["below"] for name in hyper}  # type: ignore[attr-defined]
-    cls.values = namedtuple("values", _each_named(cls, hyper))  # type: ignore[attr-defined]
-    forms = f"Of the forms of :data:`Hyperparameter`, each of which may require grad: {', '.join(hyper)}."
-    described = [(name, data["doc"]) for name, data in declared.items()]
-    cls.__doc__ = with_arguments(cls.__doc__ or "", described, textwrap.fill(forms, WIDTH))
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
+    below = {field.name: field.metadata["below"] for field in fields if field.metadata}
+    cls.hyper, cls.below = tuple(below), below  # type: ignore[attr-defined]
+    cls.values = namedtuple("values", _each_named(cls, below))  # type: ignore[attr-defined]
     return cls
 
 
@@ -61,26 +47,6 @@ def _each_named(cls: type, names: Iterable[str]) -> Iterator[str]:
     """Yield names, with ``betas`` expanded to ``beta1``, ``beta2`` and so on."""
     for name in names:
         yield from (f"beta{i + 1}" for i in range(len(cls.betas))) if name == "betas" else (name,)  # type: ignore[attr-defined]
-
-
-def documented_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a rule that a user sets."""
-    return [field for field in dataclasses.fields(cls) if "doc" in field.metadata]  # type: ignore[arg-type]
-
-
-def with_arguments(doc: str, arguments: Iterable[tuple[str, str]], before: str = "") -> str:
-    """Dedent a docstring and insert a section ``Args`` before its later sections."""
-    doc = inspect.cleandoc(doc)  # as the Python compiler does since 3.13
-    fill = {
-        "width": WIDTH,
-        "initial_indent": " " * 4,
-        "subsequent_indent": " " * 8,
-        "break_on_hyphens": False,
-    }
-    entries = [textwrap.fill(f"{name}: {sentence}", **fill) for name, sentence in arguments]  # type: ignore[arg-type]
-    later = re.search(r"^(Raises|Example|References):$", doc, re.MULTILINE)
-    at = later.start() if later else len(doc)
-    return "\n\n".join(filter(None, [doc[:at].rstrip(), before, "\n".join(["Args:", *entries]), doc[at:]]))
 
 
 class Rule(Protocol):

@@ -12,7 +12,7 @@ from metagrad.core.tree import Params
 from metagrad.optim.arithmetic import minus_quotient, plus_scaled, root
 from metagrad.optim.hyperparameters import check_hyperparameter, is_used
 from metagrad.optim.per_parameter import PerParameter, Values
-from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter
 
 
 class AdagradState(NamedTuple):
@@ -38,6 +38,16 @@ class AdagradRule(PerParameter):
     The update is also differentiable if all gradients so far are exactly zero. The derivative of the root is
     then taken as 0.
 
+    These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, lr_decay, eps, weight_decay.
+
+    Args:
+        lr: The learning rate :math:`\eta`.
+        lr_decay: Decay of the learning rate, :math:`\gamma`.
+        eps: Added to the root.
+        weight_decay: The factor of the parameters that is added to their gradients.
+        initial_accumulator_value: The sum :math:`s_0` before the first step, a number or a 0-d tensor.
+        maximize: Climb: use the gradient with the other sign.
+
     Example:
         >>> rule = metagrad.optim.rules.adagrad(lr=0.5, eps=0.0)
         >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -50,17 +60,13 @@ class AdagradRule(PerParameter):
         JMLR 12, 2011, section 1.3.
     """
 
-    lr: Hyperparameter = hyperparameter(default=1e-2, doc=r"The learning rate :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=1e-2)
     _: KW_ONLY
-    lr_decay: Hyperparameter = hyperparameter(default=0.0, doc=r"Decay of the learning rate, :math:`\gamma`.")
-    eps: Hyperparameter = hyperparameter(default=1e-10, doc="Added to the root.")
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0, doc="The factor of the parameters that is added to their gradients."
-    )
-    initial_accumulator_value: float | Tensor = option(
-        default=0.0, doc="The sum :math:`s_0` before the first step, a number or a 0-d tensor."
-    )
-    maximize: bool = option(default=False, doc="Climb: use the gradient with the other sign.")
+    lr_decay: Hyperparameter = hyperparameter(default=0.0)
+    eps: Hyperparameter = hyperparameter(default=1e-10)
+    weight_decay: Hyperparameter = hyperparameter(default=0.0)
+    initial_accumulator_value: float | Tensor = 0.0
+    maximize: bool = False
 
     call, State = "adagrad(...)", AdagradState
     decays_linearly = False

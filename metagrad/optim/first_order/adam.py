@@ -12,7 +12,7 @@ from metagrad.core.tree import Params
 from metagrad.optim.arithmetic import average, average_square, minus_quotient, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
-from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter
 
 
 class AdamState(NamedTuple):
@@ -43,6 +43,20 @@ class AdamRule(PerParameter):
     If a gradient is tiny but not zero, the step is its sign, and the derivative of the step is as large as
     :math:`\eta / \epsilon`. A positive ``eps_root``, :math:`\epsilon_r`, bounds it.
 
+    These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, betas, eps, eps_root,
+    weight_decay.
+
+    Args:
+        lr: The learning rate :math:`\eta`.
+        betas: How much of the averages of gradients and of their squares is kept, each from 0 to below 1.
+        eps: Added to the root. It bounds the step where gradients vanish.
+        eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
+        weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients. If ``decoupled``,
+            of the step :math:`\eta \lambda w` that shrinks them beside Adam's.
+        decoupled: Decay the weights separately from the gradients, as AdamW does.
+        amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
+        maximize: Climb: use the gradient with the other sign.
+
     Example:
         The first step is as long as ``lr``, whatever the gradient:
 
@@ -57,33 +71,15 @@ class AdamRule(PerParameter):
         the convergence of Adam and beyond", ICLR 2018, algorithm 2, whose bias is corrected here as in torch.
     """
 
-    lr: Hyperparameter = hyperparameter(default=1e-3, doc=r"The learning rate :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=1e-3)
     _: KW_ONLY
-    betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(
-        default=(0.9, 0.999),
-        doc="How much of the averages of gradients and of their squares is kept, each from 0 to below 1.",
-        below=1.0,
-    )
-    eps: Hyperparameter = hyperparameter(
-        default=1e-8, doc="Added to the root. It bounds the step where gradients vanish."
-    )
-    eps_root: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc="Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.",
-    )
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r"The factor :math:`\lambda` of the parameters that is added to their gradients. If ``decoupled``, "
-        r"of the step :math:`\eta \lambda w` that shrinks them beside Adam's.",
-    )
-    decoupled: bool = option(
-        default=False, doc="Decay the weights separately from the gradients, as AdamW does."
-    )
-    amsgrad: bool = option(
-        default=False,
-        doc="Divide by the root of the largest :math:`v` so far, so that step sizes never grow.",
-    )
-    maximize: bool = option(default=False, doc="Climb: use the gradient with the other sign.")
+    betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(default=(0.9, 0.999), below=1.0)
+    eps: Hyperparameter = hyperparameter(default=1e-8)
+    eps_root: Hyperparameter = hyperparameter(default=0.0)
+    weight_decay: Hyperparameter = hyperparameter(default=0.0)
+    decoupled: bool = False
+    amsgrad: bool = False
+    maximize: bool = False
 
     call, State = "adam(...)", AdamState
 
@@ -135,6 +131,19 @@ class AdamWRule(AdamRule):
 
     .. math:: w_t = (1 - \eta \lambda) \, w_{t-1} - \text{the step of Adam}
 
+    These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, betas, eps, eps_root,
+    weight_decay.
+
+    Args:
+        lr: The learning rate :math:`\eta`.
+        betas: How much of the averages of gradients and of their squares is kept, each from 0 to below 1.
+        eps: Added to the root. It bounds the step where gradients vanish.
+        eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        decoupled: If False, add ``weight_decay`` times the parameters to their gradients, as Adam does.
+        amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
+        maximize: Climb: use the gradient with the other sign.
+
     Example:
         Without a gradient only the weights decay:
 
@@ -149,10 +158,7 @@ class AdamWRule(AdamRule):
     """
 
     _: KW_ONLY
-    weight_decay: Hyperparameter = hyperparameter(
-        default=1e-2,
-        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.",
-    )
+    weight_decay: Hyperparameter = hyperparameter(default=1e-2)
     decoupled: bool = True
 
     call = "adamw(...)"

@@ -13,7 +13,7 @@ from metagrad.core.tree import Params, widened
 from metagrad.optim.arithmetic import average, plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
-from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter
 from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad, RuleOptimizer, as_number
 from metagrad.optim.torch_optim.state import ParameterState, PendingUpdate
 
@@ -41,6 +41,15 @@ class LionRule(PerParameter):
     The derivative of the sign is zero. So a meta-gradient flows through ``lr``, the decay and the parameters. The
     meta-gradients of gradients and ``betas`` are exactly zero.
 
+    These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, betas, weight_decay.
+
+    Args:
+        lr: The learning rate :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than Adam's.
+        betas: The share of the average in the direction, and how much of the average is kept, each from 0 to below 1.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters, as
+            much larger than Adam's as ``lr`` is smaller.
+        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+
     Example:
         >>> rule = metagrad.optim.rules.lion(lr=0.5, weight_decay=0.5)
         >>> params = {"w": torch.tensor([1.0, 2.0, 4.0])}
@@ -52,26 +61,11 @@ class LionRule(PerParameter):
         Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2 and section 5.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1e-4,
-        doc=r"The learning rate :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than "
-        r"Adam's.",
-    )
+    lr: Hyperparameter = hyperparameter(default=1e-4)
     _: KW_ONLY
-    betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(
-        default=(0.9, 0.99),
-        doc="The share of the average in the direction, and how much of the average is kept, each from 0 to "
-        "below 1.",
-        below=1.0,
-    )
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters, as much"
-        r" larger than Adam's as ``lr`` is smaller.",
-    )
-    maximize: bool = option(
-        default=False, doc="Climb: use the gradient with the other sign. Weights decay as before."
-    )
+    betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(default=(0.9, 0.99), below=1.0)
+    weight_decay: Hyperparameter = hyperparameter(default=0.0)
+    maximize: bool = False
 
     call, State = "lion(...)", LionState
     decays_linearly = True
@@ -134,6 +128,17 @@ class Lion(RuleOptimizer, rule=LionRule):
     .. math:: w_t &= w_{t-1} - \eta \bigl(\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)
                      + \lambda w_{t-1}\bigr) \\
               m_t & = \beta_2 m_{t-1} + (1 - \beta_2) g_t
+
+    Args:
+        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        lr: The learning rate :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than Adam's.
+        betas: The share of the average in the direction, and how much of the average is kept, each from 0 to below 1.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters, as
+            much larger than Adam's as ``lr`` is smaller.
+        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
+            factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
+            Parameters and state do not change.
 
     Raises:
         ValueError: A hyperparameter is out of its range.

@@ -12,7 +12,7 @@ from metagrad.core.tree import Params
 from metagrad.optim.arithmetic import average, average_square, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
-from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter
 
 
 class RMSpropState(NamedTuple):
@@ -43,6 +43,19 @@ class RMSpropRule(PerParameter):
     with the average gradient :math:`\bar g_t = \alpha \bar g_{t-1} + (1 - \alpha) g_t` if ``centered``, else 0.
     The rule is differentiable at a gradient of exactly zero, where the derivative of the root is taken as 0.
 
+    These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, alpha, eps, eps_root,
+    weight_decay, momentum.
+
+    Args:
+        lr: The learning rate :math:`\eta`.
+        alpha: How much of the average of squares is kept, from 0 to below 1.
+        eps: Added to the root. It bounds the step where gradients vanish.
+        eps_root: Added inside the root. It makes a training smooth in its data and hyperparameters.
+        weight_decay: The factor of the parameters that is added to their gradients.
+        momentum: The share :math:`\mu` of the last velocity that is kept. 0 keeps none.
+        centered: Divide by the root of the variance of the gradients instead of their second moment.
+        maximize: Climb: use the gradient with the other sign.
+
     Example:
         >>> rule = metagrad.optim.rules.rmsprop(lr=0.5, alpha=0.75, eps=0.0)
         >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -56,28 +69,15 @@ class RMSpropRule(PerParameter):
         ``centered``.
     """
 
-    lr: Hyperparameter = hyperparameter(default=1e-2, doc=r"The learning rate :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=1e-2)
     _: KW_ONLY
-    alpha: Hyperparameter = hyperparameter(
-        default=0.99, doc="How much of the average of squares is kept, from 0 to below 1.", below=1.0
-    )
-    eps: Hyperparameter = hyperparameter(
-        default=1e-8, doc="Added to the root. It bounds the step where gradients vanish."
-    )
-    eps_root: Hyperparameter = hyperparameter(
-        default=0.0, doc="Added inside the root. It makes a training smooth in its data and hyperparameters."
-    )
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0, doc="The factor of the parameters that is added to their gradients."
-    )
-    momentum: Hyperparameter = hyperparameter(
-        default=0.0, doc=r"The share :math:`\mu` of the last velocity that is kept. 0 keeps none."
-    )
-    centered: bool = option(
-        default=False,
-        doc="Divide by the root of the variance of the gradients instead of their second moment.",
-    )
-    maximize: bool = option(default=False, doc="Climb: use the gradient with the other sign.")
+    alpha: Hyperparameter = hyperparameter(default=0.99, below=1.0)
+    eps: Hyperparameter = hyperparameter(default=1e-8)
+    eps_root: Hyperparameter = hyperparameter(default=0.0)
+    weight_decay: Hyperparameter = hyperparameter(default=0.0)
+    momentum: Hyperparameter = hyperparameter(default=0.0)
+    centered: bool = False
+    maximize: bool = False
 
     call, State = "rmsprop(...)", RMSpropState
     decays_linearly = False

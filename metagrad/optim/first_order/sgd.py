@@ -12,7 +12,7 @@ from metagrad.core.tree import Params
 from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
-from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter
 
 
 class SGDState(NamedTuple):
@@ -38,6 +38,17 @@ class SGDRule(PerParameter):
     Every hyperparameter is a number or a tensor that may require grad. It takes the forms of :data:`Hyperparameter`:
     one value, one for each step, or one for each parameter by name.
 
+    These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, momentum, dampening,
+    weight_decay.
+
+    Args:
+        lr: The learning rate :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD.
+        momentum: The share :math:`\mu` of the last velocity that is kept. 0 keeps none.
+        dampening: The share :math:`\tau` of a gradient that its velocity leaves out, but in the first step.
+        weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients.
+        nesterov: Look ahead along the new velocity.
+        maximize: Climb: use the gradient with the other sign.
+
     Raises:
         ValueError: ``nesterov`` without momentum, or with dampening.
 
@@ -53,22 +64,13 @@ class SGDRule(PerParameter):
         section 2; Li et al., "Meta-SGD", arXiv:1707.09835.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        doc=r"The learning rate :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD."
-    )
+    lr: Hyperparameter = hyperparameter()
     _: KW_ONLY
-    momentum: Hyperparameter = hyperparameter(
-        default=0.0, doc=r"The share :math:`\mu` of the last velocity that is kept. 0 keeps none."
-    )
-    dampening: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r"The share :math:`\tau` of a gradient that its velocity leaves out, but in the first step.",
-    )
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0, doc=r"The factor :math:`\lambda` of the parameters that is added to their gradients."
-    )
-    nesterov: bool = option(default=False, doc="Look ahead along the new velocity.")
-    maximize: bool = option(default=False, doc="Climb: use the gradient with the other sign.")
+    momentum: Hyperparameter = hyperparameter(default=0.0)
+    dampening: Hyperparameter = hyperparameter(default=0.0)
+    weight_decay: Hyperparameter = hyperparameter(default=0.0)
+    nesterov: bool = False
+    maximize: bool = False
 
     call, State = "sgd(...)", SGDState
     decays_linearly = True

@@ -15,7 +15,7 @@ from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.per_axis import AxisMatrices
 from metagrad.optim.per_parameter import Values
-from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
@@ -47,6 +47,22 @@ class MuonRule(AxisMatrices):
     where a step has 3 digits and its derivatives may have none. So a step that is differentiated must iterate in the
     dtype of the parameters.
 
+    These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, weight_decay, momentum, eps.
+
+    Args:
+        lr: The learning rate :math:`\eta`.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        momentum: How much of the average gradient is kept, :math:`\mu`.
+        nesterov: Look ahead along the new average.
+        ns_coefficients: Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
+        eps: Lower bound of the norm that scales a matrix before the iterations.
+        ns_steps: How many iterations.
+        adjust_lr_fn: Of a matrix ``[m, n]``, :math:`\kappa` is :math:`\sqrt{\max(1, m / n)}` (``"original"``, also
+            None), or :math:`0.2 \sqrt{\max(m, n)}` (``"match_rms_adamw"``), with which Adam's ``lr`` fits.
+        ns_dtype: Dtype of iterations. None is the parameter's dtype, or float32 for half precision. A narrower one is
+            for steps that are not differentiated.
+        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+
     Raises:
         ValueError: ``adjust_lr_fn`` is unknown, ``ns_steps`` is negative, or the coefficients are not three
             numbers. ``init`` raises it for a parameter that is no matrix.
@@ -68,37 +84,17 @@ class MuonRule(AxisMatrices):
         arXiv:2502.16982, equation 4 (``"match_rms_adamw"``).
     """
 
-    lr: Hyperparameter = hyperparameter(default=1e-3, doc=r"The learning rate :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=1e-3)
     _: KW_ONLY
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.1,
-        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.",
-    )
-    momentum: Hyperparameter = hyperparameter(
-        default=0.95, doc=r"How much of the average gradient is kept, :math:`\mu`."
-    )
-    nesterov: bool = option(default=True, doc="Look ahead along the new average.")
-    ns_coefficients: tuple[float, float, float] = option(
-        default=(3.4445, -4.775, 2.0315),
-        doc=r"Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.",
-    )
-    eps: Hyperparameter = hyperparameter(
-        default=1e-7, doc="Lower bound of the norm that scales a matrix before the iterations."
-    )
-    ns_steps: int = option(default=5, doc="How many iterations.")
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = option(
-        default=None,
-        doc=r"""Of a matrix ``[m, n]``, :math:`\kappa` is :math:`\sqrt{\max(1, m / n)}` (``"original"``, also """
-        r"""None), or :math:`0.2 \sqrt{\max(m, n)}` (``"match_rms_adamw"``), with which Adam's ``lr`` fits.""",
-    )
-    ns_dtype: torch.dtype | None = option(
-        default=None,
-        doc="Dtype of iterations. None is the parameter's dtype, or float32 for half precision. A narrower one is "
-        "for steps that are not differentiated.",
-    )
-    maximize: bool = option(
-        default=False, doc="Climb: use the gradient with the other sign. Weights decay as before."
-    )
+    weight_decay: Hyperparameter = hyperparameter(default=0.1)
+    momentum: Hyperparameter = hyperparameter(default=0.95)
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    eps: Hyperparameter = hyperparameter(default=1e-7)
+    ns_steps: int = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    ns_dtype: torch.dtype | None = None
+    maximize: bool = False
     batch_ndim: int = 0
 
     call, State = "muon(...)", MuonState
@@ -181,6 +177,24 @@ class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):
 
     Muon is for the weights of hidden layers. Every parameter must be a matrix. Embeddings, biases and output layers
     need another optimizer.
+
+    Args:
+        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        lr: The learning rate :math:`\eta`.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        momentum: How much of the average gradient is kept, :math:`\mu`.
+        nesterov: Look ahead along the new average.
+        ns_coefficients: Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
+        eps: Lower bound of the norm that scales a matrix before the iterations.
+        ns_steps: How many iterations.
+        adjust_lr_fn: Of a matrix ``[m, n]``, :math:`\kappa` is :math:`\sqrt{\max(1, m / n)}` (``"original"``, also
+            None), or :math:`0.2 \sqrt{\max(m, n)}` (``"match_rms_adamw"``), with which Adam's ``lr`` fits.
+        ns_dtype: Dtype of iterations. None is the parameter's dtype, or float32 for half precision. A narrower one is
+            for steps that are not differentiated.
+        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
+            factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
+            Parameters and state do not change.
 
     Raises:
         ValueError: A parameter is no matrix, or a hyperparameter is out of its range.

@@ -23,7 +23,7 @@ from metagrad.optim.kronecker.per_axis import (
     products_along,
 )
 from metagrad.optim.per_parameter import Values
-from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 Matrices: TypeAlias = "tuple[tuple[Tensor, ...], ...]"
@@ -66,6 +66,26 @@ class ShampooRule(AxisMatrices):
     Rounding errors hide eigenvalues below n times the machine precision times the largest eigenvalue. If this bound
     is above ``eps``, it replaces ``eps``.
 
+    These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, momentum, decay, eps,
+    weight_decay, graft_decay, graft_eps.
+
+    Args:
+        lr: The learning rate :math:`\eta`.
+        momentum: How much of the last steps is kept, :math:`\mu`.
+        decay: How much of the statistics is kept. The number 1 sums them as in the paper. Below 1 they are averages
+            :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.
+        eps: Added to the eigenvalues of the statistics. In the paper :math:`L_0 = \epsilon I`. It should be above 0,
+            for statistics of few gradients are singular.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        graft: Give each parameter's step the length of Adam's step without momentum. Then use Adam's ``lr``.
+        graft_decay: How much of the average of squares is kept, if ``graft``.
+        graft_eps: Added to the root of the squares, if ``graft``.
+        block_size: Longer axes are divided into parts of at most this length. Each block of the parameter has its own
+            matrices.
+        root_every: Steps from one computation of the roots to the next. They are also computed at each of the first
+            so many steps, when statistics change fast.
+        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+
     Raises:
         ValueError: ``decay`` is above 1, or ``block_size`` or ``root_every`` is no whole number of at least 1.
 
@@ -86,48 +106,18 @@ class ShampooRule(AxisMatrices):
         for averages, blocks, roots at intervals and grafting (after Agarwal et al., arXiv:2002.11803).
     """
 
-    lr: Hyperparameter = hyperparameter(default=0.1, doc=r"The learning rate :math:`\eta`.")
+    lr: Hyperparameter = hyperparameter(default=0.1)
     _: KW_ONLY
-    momentum: Hyperparameter = hyperparameter(
-        default=0.9, doc=r"How much of the last steps is kept, :math:`\mu`."
-    )
-    decay: Hyperparameter = hyperparameter(
-        default=1.0,
-        doc=r"How much of the statistics is kept. The number 1 sums them as in the paper. Below 1 they are "
-        r"averages :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.",
-    )
-    eps: Hyperparameter = hyperparameter(
-        default=1e-6,
-        doc=r"Added to the eigenvalues of the statistics. In the paper :math:`L_0 = \epsilon I`. It "
-        r"should be above 0, for statistics of few gradients are singular.",
-    )
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.",
-    )
-    graft: bool = option(
-        default=False,
-        doc="Give each parameter's step the length of Adam's step without momentum. Then use Adam's ``lr``.",
-    )
-    graft_decay: Hyperparameter = hyperparameter(
-        default=0.999, doc="How much of the average of squares is kept, if ``graft``.", below=1.0
-    )
-    graft_eps: Hyperparameter = hyperparameter(
-        default=1e-8, doc="Added to the root of the squares, if ``graft``."
-    )
-    block_size: int = option(
-        default=1024,
-        doc="Longer axes are divided into parts of at most this length. Each block of the parameter has its own "
-        "matrices.",
-    )
-    root_every: int = option(
-        default=1,
-        doc="Steps from one computation of the roots to the next. They are also computed at each of the first so "
-        "many steps, when statistics change fast.",
-    )
-    maximize: bool = option(
-        default=False, doc="Climb: use the gradient with the other sign. Weights decay as before."
-    )
+    momentum: Hyperparameter = hyperparameter(default=0.9)
+    decay: Hyperparameter = hyperparameter(default=1.0)
+    eps: Hyperparameter = hyperparameter(default=1e-6)
+    weight_decay: Hyperparameter = hyperparameter(default=0.0)
+    graft: bool = False
+    graft_decay: Hyperparameter = hyperparameter(default=0.999, below=1.0)
+    graft_eps: Hyperparameter = hyperparameter(default=1e-8)
+    block_size: int = 1024
+    root_every: int = 1
+    maximize: bool = False
     batch_ndim: int = 0
 
     call, State = "shampoo(...)", ShampooState
@@ -251,6 +241,27 @@ class Shampoo(RuleOptimizer, rule=ShampooRule):
               V_t = \mu V_{t-1} + (L_t + \epsilon I)^{-1/4} \, G_t \, (R_t + \epsilon I)^{-1/4}
 
     Sparse gradients raise an error.
+
+    Args:
+        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        lr: The learning rate :math:`\eta`.
+        momentum: How much of the last steps is kept, :math:`\mu`.
+        decay: How much of the statistics is kept. The number 1 sums them as in the paper. Below 1 they are averages
+            :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.
+        eps: Added to the eigenvalues of the statistics. In the paper :math:`L_0 = \epsilon I`. It should be above 0,
+            for statistics of few gradients are singular.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        graft: Give each parameter's step the length of Adam's step without momentum. Then use Adam's ``lr``.
+        graft_decay: How much of the average of squares is kept, if ``graft``.
+        graft_eps: Added to the root of the squares, if ``graft``.
+        block_size: Longer axes are divided into parts of at most this length. Each block of the parameter has its own
+            matrices.
+        root_every: Steps from one computation of the roots to the next. They are also computed at each of the first
+            so many steps, when statistics change fast.
+        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
+            factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
+            Parameters and state do not change.
 
     Raises:
         ValueError: A hyperparameter is out of its range.

@@ -17,7 +17,7 @@ from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.matrix_roots import eigenvectors
 from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, chosen, products_along
 from metagrad.optim.per_parameter import Values
-from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 Matrices = tuple[Tensor, ...]
@@ -67,6 +67,23 @@ class SOAPRule(AxisMatrices):
     A tensor of k axes has k bases. Scalars, and vectors unless ``precondition_1d``, are updated as by AdamW. The rule
     is differentiable, also through the bases.
 
+    These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, betas, eps, weight_decay,
+    shift.
+
+    Args:
+        lr: The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and more.
+        betas: How much of the average of gradients, and of those of squares and of statistics, is kept.
+        eps: Added to the root.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        shift: The share of their mean eigenvalue that is added to statistics for the computation of bases. This makes
+            bases a smooth function, also if statistics have no full rank. 0 is the paper's. The relative error of
+            derivatives is about the machine precision divided by it. Derivatives in float32 raise an error below
+            6e-5.
+        basis_every: Steps from one iteration of the bases to the next.
+        max_size: Longer axes have no basis.
+        precondition_1d: Give vectors a basis too.
+        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+
     Example:
         The first step is Adam's in the eigenbasis: singular values become 1.
 
@@ -83,35 +100,16 @@ class SOAPRule(AxisMatrices):
         using Adam", arXiv:2409.11321, algorithms 3 and 4.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1e-2,
-        doc=r"The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and"
-        r" more.",
-    )
+    lr: Hyperparameter = hyperparameter(default=1e-2)
     _: KW_ONLY
-    betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(
-        default=(0.95, 0.95),
-        doc="How much of the average of gradients, and of those of squares and of statistics, is kept.",
-        below=1.0,
-    )
-    eps: Hyperparameter = hyperparameter(default=1e-8, doc="Added to the root.")
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.01,
-        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.",
-    )
-    shift: Hyperparameter = hyperparameter(
-        default=1e-6,
-        doc="The share of their mean eigenvalue that is added to statistics for the computation of bases. This "
-        "makes bases a smooth function, also if statistics have no full rank. 0 is the paper's. "
-        "The relative error of derivatives is about the machine precision divided by it. Derivatives in "
-        "float32 raise an error below 6e-5.",
-    )
-    basis_every: int = option(default=10, doc="Steps from one iteration of the bases to the next.")
-    max_size: int = option(default=10000, doc="Longer axes have no basis.")
-    precondition_1d: bool = option(default=False, doc="Give vectors a basis too.")
-    maximize: bool = option(
-        default=False, doc="Climb: use the gradient with the other sign. Weights decay as before."
-    )
+    betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(default=(0.95, 0.95), below=1.0)
+    eps: Hyperparameter = hyperparameter(default=1e-8)
+    weight_decay: Hyperparameter = hyperparameter(default=0.01)
+    shift: Hyperparameter = hyperparameter(default=1e-6)
+    basis_every: int = 10
+    max_size: int = 10000
+    precondition_1d: bool = False
+    maximize: bool = False
     batch_ndim: int = 0
 
     call, State = "soap(...)", SOAPState
@@ -261,6 +259,24 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
     .. math:: W_t = (1 - \eta \lambda) W_{t-1} - \eta \, Q_L \, \mathrm{Adam}(Q_L^\top G Q_R) \, Q_R^\top
 
     Sparse gradients raise an error.
+
+    Args:
+        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        lr: The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and more.
+        betas: How much of the average of gradients, and of those of squares and of statistics, is kept.
+        eps: Added to the root.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        shift: The share of their mean eigenvalue that is added to statistics for the computation of bases. This makes
+            bases a smooth function, also if statistics have no full rank. 0 is the paper's. The relative error of
+            derivatives is about the machine precision divided by it. Derivatives in float32 raise an error below
+            6e-5.
+        basis_every: Steps from one iteration of the bases to the next.
+        max_size: Longer axes have no basis.
+        precondition_1d: Give vectors a basis too.
+        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
+            factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
+            Parameters and state do not change.
 
     Raises:
         ValueError: A hyperparameter is out of its range.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -19,7 +20,6 @@ from metagrad.core.checks import check_choice, warn
 from metagrad.core.modules import refuse_sharded
 from metagrad.core.tree import Params
 from metagrad.optim.per_parameter import check_real
-from metagrad.optim.rule import documented_fields, with_arguments
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
 from metagrad.optim.torch_optim.state import ParameterState, PendingUpdate, keeping_dtypes, step_whole
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -35,14 +35,6 @@ Computed = TypeVar("Computed")
 FAILED_FACTORIZATIONS: Any = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[reportPrivateImportUsage]
 
 
-PARAMS = "Parameters, with names or without, or groups of them with their own hyperparameters."
-NONFINITE = (
-    "Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorized. "
-    '``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and '
-    "state do not change."
-)
-
-
 class ParamsWithGrad(NamedTuple):
     """The parameters of a group that have gradients, by name."""
 
@@ -55,7 +47,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` that takes the steps of a rule.
 
     ``class Lion(RuleOptimizer, rule=LionRule)`` defines a subclass. Its arguments are the fields of the rule, with
-    their defaults and documentation. Hyperparameters are stored only in ``param_groups``, where schedulers find
+    their defaults. Hyperparameters are stored only in ``param_groups``, where schedulers find
     them. Each step makes a rule of a group's hyperparameters. The rule does the arithmetic. This class writes the
     parameters in place, stores the state, and implements the rest of ``torch.optim``'s interface.
 
@@ -92,29 +84,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__init_subclass__()
         if rule is None:
             return
-        fields = {field.name: field for field in documented_fields(rule) if field.name not in without}
-        unknown = {*without, *defaults} - {field.name for field in documented_fields(rule)}
-        if unknown:
-            raise TypeError(
-                f"class {cls.__name__}: {rule.__name__} has no field {', '.join(sorted(unknown))}."
-            )
         cls.rule = rule
         made, either = inspect.Parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        cls.__signature__ = inspect.Signature(
-            [
-                made("params", either),
-                *(
-                    made(
-                        name, either, default=defaults.get(name, field.default), annotation=_type(field.type)
-                    )
-                    for name, field in fields.items()
-                ),
-                made("nonfinite", made.KEYWORD_ONLY, default="raise", annotation="Literal['raise', 'skip']"),
-            ]
+        fields = [
+            made(f.name, either, default=defaults.get(f.name, f.default), annotation=_type(f.type))
+            for f in dataclasses.fields(rule)
+            if f.name not in (*without, "batch_ndim")
+        ]
+        nonfinite = made(
+            "nonfinite", made.KEYWORD_ONLY, default="raise", annotation="Literal['raise', 'skip']"
         )
-        described = {name: field.metadata["doc"] for name, field in fields.items()}
-        described = {"params": PARAMS, **described, "nonfinite": NONFINITE}
-        cls.__doc__ = with_arguments(cls.__doc__ or "", described.items())
+        cls.__signature__ = inspect.Signature([made("params", either), *fields, nonfinite])
 
     def __init__(self, *args: Any, **options: Any) -> None:
         try:
@@ -275,7 +255,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _rule(self, group: Group) -> Any:
         """Make the rule of a group's hyperparameters."""
-        names = self.defaults.keys() & _fields_of(type(self))
+        names = self.defaults.keys() & self.rule.__dataclass_fields__.keys()
         return _made(self.rule, tuple((name, as_number(group[name])) for name in names))
 
     def _all_params(self) -> list[Tensor]:
@@ -323,11 +303,6 @@ def _numbers(loss: object) -> list[Tensor]:
     if isinstance(loss, Tensor):
         return [loss.detach()] if loss.is_floating_point() else []
     return [torch.tensor(loss)] if isinstance(loss, float) else []
-
-
-@functools.cache
-def _fields_of(cls: type[RuleOptimizer]) -> Set[str]:
-    return {field.name for field in documented_fields(cls.rule)}
 
 
 @functools.lru_cache(maxsize=256)

@@ -25,6 +25,18 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
     state holds only the rows that had a gradient. Dense gradients are supported, but ``torch.optim.Adam`` is faster
     for them.
 
+    Args:
+        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        lr: The learning rate :math:`\eta`.
+        betas: How much of the averages of gradients and of their squares is kept, each from 0 to below 1.
+        eps: Added to the root. It bounds the step where gradients vanish.
+        eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
+        amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
+        maximize: Climb: use the gradient with the other sign.
+        nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
+            factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
+            Parameters and state do not change.
+
     Raises:
         ValueError: A hyperparameter is out of its range.
         TypeError: A parameter is complex, or a hyperparameter is not a number.
