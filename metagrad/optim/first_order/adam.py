@@ -51,8 +51,8 @@ class AdamRule(PerParameter):
         betas: How much of the averages of gradients and of their squares is kept, each from 0 to below 1.
         eps: Added to the root. It bounds the step where gradients vanish.
         eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
-        weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients. If ``decoupled``,
-            of the step :math:`\eta \lambda w` that shrinks them beside Adam's.
+        weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients. With
+            ``decoupled``, the factor of a separate step :math:`\eta \lambda w` that shrinks them.
         decoupled: Decay the weights separately from the gradients, as AdamW does.
         amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
         maximize: Climb: use the gradient with the other sign.

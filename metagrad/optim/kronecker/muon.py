@@ -57,8 +57,9 @@ class MuonRule(AxisMatrices):
         ns_coefficients: Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
         eps: Lower bound of the norm that scales a matrix before the iterations.
         ns_steps: How many iterations.
-        adjust_lr_fn: Of a matrix ``[m, n]``, :math:`\kappa` is :math:`\sqrt{\max(1, m / n)}` (``"original"``, also
-            None), or :math:`0.2 \sqrt{\max(m, n)}` (``"match_rms_adamw"``), with which Adam's ``lr`` fits.
+        adjust_lr_fn: The factor :math:`\kappa` for a matrix ``[m, n]``. With ``"original"`` or None, it is
+            :math:`\sqrt{\max(1, m / n)}`. With ``"match_rms_adamw"``, it is
+            :math:`0.2 \sqrt{\max(m, n)}`, for which Adam's ``lr`` fits.
         ns_dtype: Dtype of iterations. None is the parameter's dtype, or float32 for half precision. A narrower one is
             for steps that are not differentiated.
         maximize: Climb: use the gradient with the other sign. Weights decay as before.
@@ -187,8 +188,9 @@ class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):
         ns_coefficients: Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
         eps: Lower bound of the norm that scales a matrix before the iterations.
         ns_steps: How many iterations.
-        adjust_lr_fn: Of a matrix ``[m, n]``, :math:`\kappa` is :math:`\sqrt{\max(1, m / n)}` (``"original"``, also
-            None), or :math:`0.2 \sqrt{\max(m, n)}` (``"match_rms_adamw"``), with which Adam's ``lr`` fits.
+        adjust_lr_fn: The factor :math:`\kappa` for a matrix ``[m, n]``. With ``"original"`` or None, it is
+            :math:`\sqrt{\max(1, m / n)}`. With ``"match_rms_adamw"``, it is
+            :math:`0.2 \sqrt{\max(m, n)}`, for which Adam's ``lr`` fits.
         ns_dtype: Dtype of iterations. None is the parameter's dtype, or float32 for half precision. A narrower one is
             for steps that are not differentiated.
         maximize: Climb: use the gradient with the other sign. Weights decay as before.

@@ -72,7 +72,7 @@ class SOAPRule(AxisMatrices):
 
     Args:
         lr: The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and more.
-        betas: How much of the average of gradients, and of those of squares and of statistics, is kept.
+        betas: How much of the average gradient is kept, and how much of the averages of squares and statistics.
         eps: Added to the root.
         weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
         shift: The share of their mean eigenvalue that is added to statistics for the computation of bases. This makes
@@ -81,7 +81,7 @@ class SOAPRule(AxisMatrices):
             6e-5.
         basis_every: Steps from one iteration of the bases to the next.
         max_size: Longer axes have no basis.
-        precondition_1d: Give vectors a basis too.
+        precondition_1d: If True, vectors also have a basis.
         maximize: Climb: use the gradient with the other sign. Weights decay as before.
 
     Example:
@@ -263,7 +263,7 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
     Args:
         params: Parameters, with names or without, or groups of them with their own hyperparameters.
         lr: The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and more.
-        betas: How much of the average of gradients, and of those of squares and of statistics, is kept.
+        betas: How much of the average gradient is kept, and how much of the averages of squares and statistics.
         eps: Added to the root.
         weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
         shift: The share of their mean eigenvalue that is added to statistics for the computation of bases. This makes
@@ -272,7 +272,7 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
             6e-5.
         basis_every: Steps from one iteration of the bases to the next.
         max_size: Longer axes have no basis.
-        precondition_1d: Give vectors a basis too.
+        precondition_1d: If True, vectors also have a basis.
         maximize: Climb: use the gradient with the other sign. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
