@@ -46,6 +46,7 @@ SMALL = {
     "benchmarks.curvature": " --rounds 1 --probes 2 --methods gradient",
     "benchmarks.heads": " --rounds 1 --width 16 --layers 1 --positions 32",
     "benchmarks.optimizers": " --rounds 1 --workloads mlp-128 --optimizers AdaHessian",
+    "benchmarks.kronecker": " --loss 3 --dampings 1e-2",
     "benchmarks.training": " --rounds 1 --steps 20",
     "benchmarks.spectra": " --repeats 4 --size 100",
     "examples.gnn_cora": " --epochs 40 --hidden 8 --check-steps 1 --check-nodes 700 --steps 5 --outer-steps 1",
