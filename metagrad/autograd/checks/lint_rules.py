@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction, once_differentiable
@@ -27,9 +27,9 @@ def both(first: Predicate, second: Predicate) -> Predicate:
     return lambda node: first(node) and second(node)
 
 
-def flag(name: str) -> Predicate:
-    """Return a predicate for a saved argument. In a version of torch that does not save it, the predicate is true."""
-    return lambda node: bool(getattr(node, name, True))
+def flag(*names: str) -> Predicate:
+    """Return a predicate for a saved argument with one of these names. It is true if torch does not save it."""
+    return lambda node: bool(next((getattr(node, name) for name in names if hasattr(node, name)), True))
 
 
 def needs_gradient(index: int) -> Predicate:
@@ -91,297 +91,191 @@ class LintRule(NamedTuple):
 
 _VALUES = "Keep the values as a strided vector, and compute with gather, multiply and index_add."
 _DISTANCES = "Subtract with broadcasting, and take torch.linalg.vector_norm over the last dimension."
-_BAG = "Take metagrad.sparse.embedding_bag."
-_MATH = "Call the model inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
-_NATIVE_RNN = "Run the forward under torch.backends.cudnn.flags(enabled=False)."
 _BATCH_NORM = "Call the model inside metagrad.models.composite_norms(), or use F.group_norm or F.rms_norm."
-_LAYER_NORM = (
-    "Call the model inside metagrad.models.composite_norms(), or use F.rms_norm or F.group_norm(x, 1)."
-)
-_OUTPUT_PADDING = "Leave output_padding at 0, and pad or crop the output instead."
-_EAGER = "Compile the whole derivative, torch.compile(torch.func.grad(...)), or run the forward uncompiled."
-_SAMPLE = "Take the sample as a constant, or reparametrize it another way."
-_CTC = "Write the forward recursion with torch.logsumexp."
-_EARLIER = "Lint the loss whose gradient this is. The finding names the operation."
 
+_COO_VALUES = layout_in("_saved_self", COO)
+_COMPRESSED_VALUES = layout_in("_saved_self", COMPRESSED)
+_SPARSE_VALUES = layout_in("_saved_self", COO | COMPRESSED)
 _COO_FACTOR = both(needs_gradient(1), layout_in("_saved_mat1", COO))
 _COMPRESSED_FACTOR = both(needs_gradient(1), layout_in("_saved_mat1", COMPRESSED))
+_FIRST_FACTOR = both(needs_gradient(0), without_strides("_saved_self_sym_strides"))
+_SECOND_FACTOR = both(needs_gradient(1), without_strides("_saved_mat1_sym_strides"))
+_SPARSE_MM = "torch.sparse.mm of a {} tensor that requires grad"
+_SCALES_BY_FREQUENCY = flag("_saved_scale_grad_by_freq")
+_ONCE_SOURCE = "an autograd.Function whose backward is once_differentiable"
+_MASKED_SOURCE = "get_data() or to_tensor() of a torch.masked.MaskedTensor"
+_IS_TRAINING = flag("_saved_training", "_saved_train")
+
+
+def _rules(suggestion: str, *rows: tuple[Any, ...], since: str = "0", until: str = "99") -> list[LintRule]:
+    """Return rules with one suggestion. A row has the node, the kind, the order, the source and the predicate."""
+    made = (LintRule(*row[:4], suggestion, *row[4:]) for row in rows)
+    return [rule._replace(since=since, until=until) for rule in made]
+
+
+def _with_gradient(suggestion: str, row: tuple[Any, ...], until: str = "99") -> list[LintRule]:
+    """Return the rule of a row, and the rule of the node of its gradient, one order lower."""
+    node, kind, order, source, *applies = row
+    gradient = node.replace("Backward", "BackwardBackward"), kind, order - 1, f"the gradient of {source}"
+    return _rules(suggestion, row, (*gradient, *applies), until=until)
+
 
 _KNOWN: tuple[LintRule, ...] = (
     # Sparse tensors. The gradient of their values is read by `_values()`, which detaches. `sparse_mask` restricts a
     # gradient to a pattern. It has no second derivative.
-    LintRule(
-        "SparseCooTensorWithDimsAndTensorsBackward?",
-        "cut",
-        2,
-        "torch.sparse_coo_tensor(indices, values)",
+    *_rules(
         _VALUES,
+        ("SparseCooTensorWithDimsAndTensorsBackward?", "cut", 2, "torch.sparse_coo_tensor(indices, values)"),
+        ("SparseCompressedTensorBackward?", "error", 2, "torch.sparse_csr_tensor and its relatives"),
+        ("ValuesBackward?", "cut", 2, "Tensor.values() of a CSR, CSC, BSR or BSC tensor", _COMPRESSED_VALUES),
+        ("ValuesBackward?", "cut", 3, "Tensor.values() of a COO tensor", _COO_VALUES),
+        ("ToDenseBackward?", "error", 3, "to_dense() of a sparse tensor", _SPARSE_VALUES),
+        ("SparseMaskBackward?", "error", 2, "Tensor.sparse_mask, or the gradient of to_dense()"),
+        ("SparseAddmmBackward?", "error", 1, _SPARSE_MM.format("CSR, CSC, BSR or BSC"), _COMPRESSED_FACTOR),
+        ("SparseAddmmBackward?", "error", 3, _SPARSE_MM.format("COO"), _COO_FACTOR),
+        ("SparseAddmmBackward?", "dense", 1, _SPARSE_MM.format("COO"), _COO_FACTOR),
+        ("MmBackward?", "dense", 1, "a @ b with a sparse a that requires grad", _FIRST_FACTOR),
+        (
+            "AddmmBackward?",
+            "dense",
+            1,
+            "torch.addmm(c, a, b) with a sparse a that requires grad",
+            _SECOND_FACTOR,
+        ),
+        ("SparseSparseMatmulBackward?", "error", 2, "a product of two sparse tensors"),
+        ("SparseSampledAddmmBackward?", "error", 2, "torch.sparse.sampled_addmm"),
+        ("SparseSoftmaxBackward?", "error", 2, "torch.sparse.softmax"),
+        ("SparseLogSoftmaxBackward?", "error", 2, "torch.sparse.log_softmax"),
+        ("SparseSumBackward?", "error", 2, "torch.sparse.sum(a, dim)"),
+        ("SparseMmReduceImplBackward?", "error", 2, "torch.sparse.mm(a, b, reduce)"),
     ),
-    LintRule(
-        "SparseCompressedTensorBackward?", "error", 2, "torch.sparse_csr_tensor and its relatives", _VALUES
-    ),
-    LintRule(
-        "ValuesBackward?",
-        "cut",
-        2,
-        "Tensor.values() of a CSR, CSC, BSR or BSC tensor",
-        _VALUES,
-        layout_in("_saved_self", COMPRESSED),
-    ),
-    LintRule(
-        "ValuesBackward?",
-        "cut",
-        3,
-        "Tensor.values() of a COO tensor",
-        _VALUES,
-        layout_in("_saved_self", COO),
-    ),
-    LintRule(
-        "ToDenseBackward?",
-        "error",
-        3,
-        "to_dense() of a sparse tensor",
-        _VALUES,
-        layout_in("_saved_self", COO | COMPRESSED),
-    ),
-    LintRule("SparseMaskBackward?", "error", 2, "Tensor.sparse_mask, or the gradient of to_dense()", _VALUES),
-    LintRule(
-        "SparseAddmmBackward?",
-        "error",
-        1,
-        "torch.sparse.mm of a CSR, CSC, BSR or BSC tensor that requires grad",
-        _VALUES,
-        _COMPRESSED_FACTOR,
-    ),
-    LintRule(
-        "SparseAddmmBackward?",
-        "error",
-        3,
-        "torch.sparse.mm of a COO tensor that requires grad",
-        _VALUES,
-        _COO_FACTOR,
-    ),
-    LintRule(
-        "SparseAddmmBackward?",
-        "dense",
-        1,
-        "torch.sparse.mm of a COO tensor that requires grad",
-        _VALUES,
-        _COO_FACTOR,
-    ),
-    LintRule(
-        "MmBackward?",
-        "dense",
-        1,
-        "a @ b with a sparse a that requires grad",
-        _VALUES,
-        both(needs_gradient(0), without_strides("_saved_self_sym_strides")),
-    ),
-    LintRule(
-        "AddmmBackward?",
-        "dense",
-        1,
-        "torch.addmm(c, a, b) with a sparse a that requires grad",
-        _VALUES,
-        both(needs_gradient(1), without_strides("_saved_mat1_sym_strides")),
-    ),
-    LintRule("SparseSparseMatmulBackward?", "error", 2, "a product of two sparse tensors", _VALUES),
-    LintRule("SparseSampledAddmmBackward?", "error", 2, "torch.sparse.sampled_addmm", _VALUES),
-    LintRule("SparseSoftmaxBackward?", "error", 2, "torch.sparse.softmax", _VALUES),
-    LintRule("SparseLogSoftmaxBackward?", "error", 2, "torch.sparse.log_softmax", _VALUES),
-    LintRule("SparseSumBackward?", "error", 2, "torch.sparse.sum(a, dim)", _VALUES),
-    LintRule("SparseMmReduceImplBackward?", "error", 2, "torch.sparse.mm(a, b, reduce)", _VALUES),
     # Lookups and segments.
-    LintRule(
-        "EmbeddingBackward?",
-        "cut",
-        3,
-        "F.embedding(..., sparse=True)",
+    *_rules(
         "Leave sparse at False.",
-        flag("_saved_sparse"),
+        ("EmbeddingBackward?", "cut", 3, "F.embedding(..., sparse=True)", flag("_saved_sparse")),
     ),
-    LintRule(
-        "EmbeddingBackward?",
-        "wrong",
-        2,
-        "F.embedding(..., scale_grad_by_freq=True)",
+    *_rules(
         "Leave it at False, and take row / count + (row - row / count).detach() of the rows looked up.",
-        flag("_saved_scale_grad_by_freq"),
+        ("EmbeddingBackward?", "wrong", 2, "F.embedding(..., scale_grad_by_freq=True)", _SCALES_BY_FREQUENCY),
     ),
-    LintRule(
-        "GatherBackward?",
-        "cut",
-        3,
-        "torch.gather(..., sparse_grad=True)",
+    *_rules(
         "Leave sparse_grad at False.",
-        flag("_saved_sparse_grad"),
+        ("GatherBackward?", "cut", 3, "torch.gather(..., sparse_grad=True)", flag("_saved_sparse_grad")),
     ),
-    LintRule("EmbeddingBagBackward?", "error", 2, "F.embedding_bag", _BAG),
-    LintRule("EmbeddingBagBackwardBackward?", "error", 1, "the gradient of F.embedding_bag", _BAG),
-    LintRule(
-        "SegmentReduceBackward?",
-        "error",
-        2,
-        "torch.segment_reduce",
+    *_with_gradient(
+        "Take metagrad.sparse.embedding_bag.", ("EmbeddingBagBackward?", "error", 2, "F.embedding_bag")
+    ),
+    *_rules(
         "Repeat the segment's number for each element, and use index_add.",
+        ("SegmentReduceBackward?", "error", 2, "torch.segment_reduce"),
     ),
     # Distances, losses, activations, random numbers.
-    LintRule("CdistBackward?", "error", 2, "torch.cdist", _DISTANCES, until="2.14"),
-    LintRule("CdistBackwardBackward?", "error", 1, "the gradient of torch.cdist", _DISTANCES, until="2.14"),
-    LintRule("PdistBackward?", "error", 2, "F.pdist", _DISTANCES, until="2.14"),
-    LintRule("PdistBackwardBackward?", "error", 1, "the gradient of F.pdist", _DISTANCES, until="2.14"),
-    LintRule("PdistBackward?", "wrong", 3, "F.pdist", _DISTANCES, since="2.14"),  # NaN
-    LintRule("CtcLossBackward?", "error", 2, "F.ctc_loss", _CTC),
-    LintRule(
-        "MultiMarginLossBackward?",
-        "error",
-        2,
-        "F.multi_margin_loss",
+    *_with_gradient(_DISTANCES, ("CdistBackward?", "error", 2, "torch.cdist"), until="2.14"),
+    *_with_gradient(_DISTANCES, ("PdistBackward?", "error", 2, "F.pdist"), until="2.14"),
+    *_rules(_DISTANCES, ("PdistBackward?", "wrong", 3, "F.pdist"), since="2.14"),  # NaN
+    *_rules(
+        "Write the forward recursion with torch.logsumexp.",
+        ("CtcLossBackward?", "error", 2, "F.ctc_loss"),
+        ("CudnnCtcLossBackward?", "cut", 2, "F.ctc_loss by cuDNN"),
+    ),
+    *_rules(
         "Write it out with gather and clamp_min.",
+        ("MultiMarginLossBackward?", "error", 2, "F.multi_margin_loss"),
     ),
-    LintRule(
-        "MultilabelMarginLossBackward?",
-        "error",
-        2,
-        "F.multilabel_margin_loss",
+    *_rules(
         "Write it out with gather and clamp_min, or use F.multilabel_soft_margin_loss.",
+        ("MultilabelMarginLossBackward?", "error", 2, "F.multilabel_margin_loss"),
     ),
-    LintRule(
-        "GeneratedBackwardFor_torch_nn__linear_cross_entropy*",
-        "cut",
-        2,
-        "F.linear_cross_entropy(..., options=...)",
+    *_rules(
         "Leave options at None, which computes F.cross_entropy(F.linear(...)).",
+        (
+            "GeneratedBackwardFor_torch_nn__linear_cross_entropy*",
+            "cut",
+            2,
+            "F.linear_cross_entropy(..., options=...)",
+        ),
     ),
-    LintRule("HardsigmoidBackward?", "error", 2, "F.hardsigmoid", "Write it as F.relu6(x + 3) / 6."),
-    LintRule(
-        "LogcumsumexpBackward?",
-        "wrong",
-        3,
-        "torch.logcumsumexp (its third derivative is nan)",
+    *_rules("Write it as F.relu6(x + 3) / 6.", ("HardsigmoidBackward?", "error", 2, "F.hardsigmoid")),
+    *_rules(
         "Stack torch.logsumexp of the prefixes, or subtract the maximum and take cumsum().log().",
+        ("LogcumsumexpBackward?", "wrong", 3, "torch.logcumsumexp (its third derivative is nan)"),
     ),
-    LintRule(
-        "MaskedSoftmaxBackward?",
-        "error",
-        2,
-        "torch._masked_softmax",
+    *_rules(
         "Use torch.softmax of torch.where(mask, x, -inf).",
+        ("MaskedSoftmaxBackward?", "error", 2, "torch._masked_softmax"),
     ),
-    LintRule(
-        "StandardGammaBackward?", "error", 2, "rsample() of Gamma and the distributions made from it", _SAMPLE
+    *_rules(
+        "Take the sample as a constant, or reparametrize it another way.",
+        ("StandardGammaBackward?", "error", 2, "rsample() of Gamma and the distributions made from it"),
+        ("StandardGammaGradBackward?", "error", 1, "the gradient of rsample() of a Gamma"),
     ),
-    LintRule("StandardGammaGradBackward?", "error", 1, "the gradient of rsample() of a Gamma", _SAMPLE),
-    LintRule(
-        "FakeQuantizeLearnablePer*AffineBackward?",
-        "error",
-        2,
-        "torch._fake_quantize_learnable_per_tensor_affine and per_channel",
+    *_rules(
         "Write it out with a straight-through round: x + (x.round() - x).detach().",
+        ("FakeQuantizeLearnablePer*AffineBackward?", "error", 2, "torch._fake_quantize_learnable_per_*"),
     ),
     # Normalization and convolution.
-    LintRule("NativeLayerNormBackward?", "wrong", 3, "F.layer_norm", _LAYER_NORM),
-    LintRule("NativeLayerNormBackwardBackward?", "wrong", 2, "the gradient of F.layer_norm", _LAYER_NORM),
-    LintRule(
-        "NativeBatchNormBackward?",
-        "wrong",
-        3,
-        "F.batch_norm in training, or F.instance_norm",
-        _BATCH_NORM,
-        flag("_saved_training"),
+    *_with_gradient(
+        "Call the model inside metagrad.models.composite_norms(), or use F.rms_norm or F.group_norm(x, 1).",
+        ("NativeLayerNormBackward?", "wrong", 3, "F.layer_norm"),
     ),
-    LintRule(
-        "NativeBatchNormBackwardBackward?",
-        "wrong",
-        2,
-        "the gradient of F.batch_norm in training, or of F.instance_norm",
+    *_with_gradient(
         _BATCH_NORM,
-        flag("_saved_train"),
+        (
+            "NativeBatchNormBackward?",
+            "wrong",
+            3,
+            "F.batch_norm in training, or F.instance_norm",
+            _IS_TRAINING,
+        ),
     ),
-    LintRule(
-        "WeightNormInterfaceBackward?",
-        "wrong",
-        2,
-        "torch.nn.utils.weight_norm",
+    *_rules(
         "Write it out: g * v / torch.linalg.vector_norm(v, dim=..., keepdim=True).",
+        ("WeightNormInterfaceBackward?", "wrong", 2, "torch.nn.utils.weight_norm"),
     ),
-    LintRule(
-        "ConvolutionBackward?",
-        "error",
-        3,
-        "F.conv_transpose with output_padding",
-        _OUTPUT_PADDING,
-        pads_its_output,
+    *_with_gradient(
+        "Leave output_padding at 0, and pad or crop the output instead.",
+        ("ConvolutionBackward?", "error", 3, "F.conv_transpose with output_padding", pads_its_output),
     ),
-    LintRule(
-        "ConvolutionBackwardBackward?",
-        "error",
-        2,
-        "the gradient of F.conv_transpose with output_padding",
-        _OUTPUT_PADDING,
-        pads_its_output,
-    ),
-    LintRule(
-        "ScaledDotProduct*Backward?", "error", 2, "F.scaled_dot_product_attention by a fused kernel", _MATH
+    # The second attention kernel runs only on CUDA.
+    *_rules(
+        "Call the model inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
+        ("ScaledDotProduct*Backward?", "error", 2, "F.scaled_dot_product_attention by a fused kernel"),
+        ("*AttentionForwardBackward?", "error", 2, "attention by a fused kernel"),
     ),
     # Python functions.
-    LintRule(
-        "*Backward",
-        "cut",
-        2,
-        "an autograd.Function whose backward is once_differentiable",
+    *_rules(
         "Write its backward with differentiable operations on ctx.saved_tensors, and drop the decorator.",
-        is_once_differentiable,
+        ("*Backward", "cut", 2, _ONCE_SOURCE, is_once_differentiable),
     ),
-    LintRule(
-        "GetDataBackward",
-        "cut",
-        2,
-        "get_data() or to_tensor() of a torch.masked.MaskedTensor",
+    *_rules(
         "Use torch.where, or the masked reductions of metagrad.sparse.",
-        is_of_masked_tensor,
+        ("GetDataBackward", "cut", 2, _MASKED_SOURCE, is_of_masked_tensor),
     ),
-    LintRule(
-        "CheckpointFunctionBackward",
-        "error",
-        1,
-        "torch.utils.checkpoint with use_reentrant=True",
+    *_rules(
         "Use metagrad.checkpoint.",
+        ("CheckpointFunctionBackward", "error", 1, "torch.utils.checkpoint with use_reentrant=True"),
     ),
-    LintRule("CompiledFunctionBackward", "error", 2, "torch.compile", _EAGER),
-    LintRule(
-        "CompiledFunctionBackwardBackward", "error", 1, "the gradient of a torch.compile'd function", _EAGER
+    *_with_gradient(
+        "Compile the whole derivative, torch.compile(torch.func.grad(...)), or run the forward uncompiled.",
+        ("CompiledFunctionBackward", "error", 2, "torch.compile"),
     ),
     # Nodes that torch puts into the graph of a gradient if a derivative is missing.
-    LintRule(
-        "torch::autograd::NotImplemented", "error", 1, "a gradient without a derivative of its own", _EARLIER
-    ),
-    LintRule(
-        "torch::autograd::Error", "error", 1, "the gradient of a once_differentiable function", _EARLIER
+    *_rules(
+        "Lint the loss whose gradient this is. The finding names the operation.",
+        ("torch::autograd::NotImplemented", "error", 1, "a gradient without a derivative of its own"),
+        ("torch::autograd::Error", "error", 1, "the gradient of a once_differentiable function"),
     ),
     # Nodes that only CUDA makes. They were not run. The file derivatives.yaml of torch marks the derivative of their
-    # backward as not implemented, gives the derivative for batch_norm above, or uses a saved raw gradient.
-    LintRule("*AttentionForwardBackward?", "error", 2, "attention by a fused kernel", _MATH),
-    LintRule("CudnnRnnBackward?", "error", 2, "an RNN by cuDNN", _NATIVE_RNN),
-    LintRule("CudnnRnnBackwardBackward?", "error", 1, "the gradient of an RNN by cuDNN", _NATIVE_RNN),
-    LintRule(
-        "CudnnBatchNormBackward?",
-        "wrong",
-        3,
-        "F.batch_norm in training, by cuDNN",
-        _BATCH_NORM,
-        flag("_saved_training"),
+    # backward as not implemented, or gives the derivative for batch_norm above.
+    *_with_gradient(
+        "Run the forward under torch.backends.cudnn.flags(enabled=False).",
+        ("CudnnRnnBackward?", "error", 2, "an RNN by cuDNN"),
     ),
-    LintRule(
-        "CudnnBatchNormBackwardBackward?",
-        "wrong",
-        2,
-        "the gradient of F.batch_norm in training, by cuDNN",
+    *_with_gradient(
         _BATCH_NORM,
+        ("CudnnBatchNormBackward?", "wrong", 3, "F.batch_norm in training, by cuDNN", _IS_TRAINING),
     ),
-    LintRule("CudnnCtcLossBackward?", "cut", 2, "F.ctc_loss by cuDNN", _CTC),
 )
-
 RULES = tuple(rule for rule in _KNOWN if rule.since <= torch.__version__ < rule.until)
 """The defects of the installed version of torch."""
 
