@@ -117,14 +117,17 @@ _PLAIN = (float, int, str, type(None))
 """Types of fields that hold no tensor."""
 
 
-def hyperparameters_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def hyperparameters_in(rule: object) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in the fields of a rule with their paths, such as ``lr.head.weight``."""
-    if isinstance(value, Tensor):
-        yield path, value
-    if isinstance(value, _PLAIN):
-        return
-    for key, item in _items(value):
-        yield from hyperparameters_in(item, f"{path}.{key}" if path else str(key))
+    return ((path, value) for path, value in values_in(rule) if isinstance(value, Tensor))
+
+
+def values_in(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a rule, its fields, and the entries and items in them, with their paths."""
+    yield path, value
+    if not isinstance(value, (*_PLAIN, Tensor)):
+        for key, item in _items(value):
+            yield from values_in(item, f"{path}.{key}" if path else str(key))
 
 
 def with_hyperparameters(value: T, change: Callable[[Tensor], Tensor]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -13,7 +13,31 @@ from metagrad.meta.options import refuse_fixed
 from metagrad.optim.rules import Rule
 
 
-class ANIL(MAML):
+class _OfHead(MAML):
+    """Base class of algorithms that adapt a head, or everything except a head."""
+
+    _chosen: ClassVar[str]
+    _pattern: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        head: str | nn.Module = "head",
+        inner: Rule,
+        steps: int,
+        **arguments: Any,
+    ) -> None:
+        name = type(self).__name__
+        refuse_fixed(
+            name, arguments, adapt=f"{self._chosen} is adapted. Pass head=, or use MAML(..., adapt)."
+        )
+        adapt = self._pattern.format(_head_name(name, model, head))
+        super().__init__(model, loss_fn, inner=inner, steps=steps, adapt=adapt, **arguments)
+
+
+class ANIL(_OfHead):
     r"""Almost no inner loop (ANIL): only the head is adapted, and all tasks share the body.
 
     .. math:: \phi_{t+1} = \phi_t - \alpha \nabla_\phi L_i^{\mathrm{support}}(\theta, \phi_t)
@@ -45,24 +69,10 @@ class ANIL(MAML):
         MAML", ICLR 2020, section 4.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        *,
-        head: str | nn.Module = "head",
-        inner: Rule,
-        steps: int,
-        **arguments: Any,
-    ) -> None:
-        refuse_fixed(
-            "ANIL", arguments, adapt="only the head is adapted. Pass head=, or use MAML(..., adapt)."
-        )
-        adapt = f"{_head_name('ANIL', model, head)}.*"
-        super().__init__(model, loss_fn, inner=inner, steps=steps, adapt=adapt, **arguments)
+    _chosen, _pattern = "only the head", "{}.*"
 
 
-class BOIL(MAML):
+class BOIL(_OfHead):
     r"""Body only update in inner loop (BOIL): only the body is adapted, and all tasks share the head.
 
     .. math:: \theta_{t+1} = \theta_t - \alpha \nabla_\theta L_i^{\mathrm{support}}(\theta_t, \phi)
@@ -92,21 +102,7 @@ class BOIL(MAML):
         Oh, Yoo, Kim, Yun, "BOIL: Towards representation change for few-shot learning", ICLR 2021, section 3.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        *,
-        head: str | nn.Module = "head",
-        inner: Rule,
-        steps: int,
-        **arguments: Any,
-    ) -> None:
-        refuse_fixed(
-            "BOIL", arguments, adapt="all but the head is adapted. Pass head=, or use MAML(..., adapt)."
-        )
-        adapt = f"!{_head_name('BOIL', model, head)}.*"
-        super().__init__(model, loss_fn, inner=inner, steps=steps, adapt=adapt, **arguments)
+    _chosen, _pattern = "all but the head", "!{}.*"
 
 
 def _head_name(algorithm: str, model: nn.Module, head: str | nn.Module) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import OF_STEPS
 from metagrad.meta.objective.task_loss import Loss
 from metagrad.meta.objective.tasks import Tasks, task_squares
-from metagrad.optim.hyperparameters import hyperparameters_in, is_used
+from metagrad.optim.hyperparameters import hyperparameters_in, is_used, values_in
 from metagrad.optim.rules import Rule
 
 _CALL = "iMAML(..., hypergradient)"
@@ -178,22 +177,9 @@ def _check_rule(rule: Rule) -> None:
             f"iMAML(..., inner): {', '.join(learned)} would be learned, and does not influence a minimum. Give "
             "numbers."
         )
-    if any(is_used(value) for value in _decays(rule)):
+    decays = (value for path, value in values_in(rule) if path.split(".")[-1] == "weight_decay")
+    if any(map(is_used, decays)):
         raise ValueError(
             "iMAML(..., inner): weight_decay moves the steps to another minimum than that of the loss. Put the "
             "penalty into the loss."
         )
-
-
-def _decays(rule: Any) -> Iterator[Any]:
-    """Yield the weight decay of an optimizer and of its parts."""
-    if isinstance(rule, (tuple, list)):
-        for part in cast("Iterable[Any]", rule):
-            yield from _decays(part)
-    elif dataclasses.is_dataclass(rule) and not isinstance(rule, type):
-        for field in dataclasses.fields(rule):
-            value = getattr(rule, field.name)
-            if field.name == "weight_decay":
-                yield value
-            else:
-                yield from _decays(value)

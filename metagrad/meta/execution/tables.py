@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.objective.norms import NormPass
 from metagrad.meta.objective.tasks import num_tasks
 from metagrad.meta.objective.vmap import call_with
+from metagrad.optim.hyperparameters import values_in
 from metagrad.optim.rules import Rule
 from metagrad.sparse.tables.touched import find_tables, touched_rows
 
@@ -40,7 +41,7 @@ def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule, params: Pa
     _check_embeddings(model, tables)
     chosen = {id(table) for table in tables.values()}
     names = tuple(name for name, p in model.named_parameters() if id(p) in chosen)
-    for mapping in _mappings(rule):
+    for mapping in (value for _, value in values_in(rule) if isinstance(value, Mapping)):
         for name in filter(params.__contains__, names):
             value = mapping.get(name)
             if isinstance(value, Tensor) and value.ndim > 1:
@@ -71,17 +72,6 @@ def _check_embeddings(model: nn.Module, tables: Params) -> None:
                 f"derivative. Pass sparse=[{weight!r}], which adapts the rows that are looked up, or construct it "
                 "without sparse."
             )
-
-
-def _mappings(value: object) -> Iterator[Mapping[str, object]]:
-    if isinstance(value, Mapping):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _mappings(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _mappings(getattr(value, field.name))
 
 
 def find_rows(
