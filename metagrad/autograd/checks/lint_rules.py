@@ -109,8 +109,10 @@ _IS_TRAINING = flag("_saved_training", "_saved_train")
 
 def _rules(suggestion: str, *rows: tuple[Any, ...], since: str = "0", until: str = "99") -> list[LintRule]:
     """Return rules with one suggestion. A row has the node, the kind, the order, the source and the predicate."""
-    made = (LintRule(*row[:4], suggestion, *row[4:]) for row in rows)
-    return [rule._replace(since=since, until=until) for rule in made]
+    return [
+        LintRule(node, kind, order, source, suggestion, next(iter(applies), None), since, until)
+        for node, kind, order, source, *applies in rows
+    ]
 
 
 def _with_gradient(suggestion: str, row: tuple[Any, ...], until: str = "99") -> list[LintRule]:
