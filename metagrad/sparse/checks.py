@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +38,7 @@ def check_indices(call: str, row: Tensor, col: Tensor, shape: tuple[int, int]) -
         raise ValueError(
             f"{call}: row and col must have one number for each entry, got {len(row)} and {len(col)}."
         )
-    if row.device != col.device:
-        raise ValueError(
-            f"{call}: row is on {row.device} and col on {col.device}. Move one with .to(device)."
-        )
+    check_device(call, "row and col", row, col)
     check_index(call, "row", row, shape[0])
     check_index(call, "col", col, shape[1])
     return row.detach().long(), col.detach().long()
@@ -99,10 +97,15 @@ def check_same(call: str, names: str, first: Tensor, second: Tensor) -> None:
         raise TypeError(
             f"{call}: {names} must have one dtype, got {first.dtype} and {second.dtype}. Convert one with .to(dtype)."
         )
-    if first.device != second.device:
+    check_device(call, names, first, second)
+
+
+def check_device(call: str, names: str, first: Any, second: Any) -> None:
+    """Raise ``ValueError`` if two tensors or patterns are on different devices."""
+    devices = first.device, second.device
+    if devices[0] != devices[1]:
         raise ValueError(
-            f"{call}: {names} must be on one device, got {first.device} and {second.device}. "
-            "Move one with .to(device)."
+            f"{call}: {names} must be on one device, got {devices[0]} and {devices[1]}. Move one with .to(device)."
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metagrad.core._torch import distinct_and_places
 from metagrad.core.checks import check_count, check_type, is_a
-from metagrad.sparse.checks import check_index, check_indices, check_shape
+from metagrad.sparse.checks import check_device, check_index, check_indices, check_shape
 from metagrad.sparse.policy import count_merge, timed
 
 P = ParamSpec("P")
@@ -483,8 +483,4 @@ def _check_pair(kind: str, left: Pattern, right: Pattern) -> None:
         raise ValueError(
             f"Pattern.{kind}(other): this pattern is {left.shape}, so the other must have {need}, got {right.shape}."
         )
-    if left.device != right.device:
-        raise ValueError(
-            f"Pattern.{kind}(other): this pattern is on {left.device} and the other on {right.device}. "
-            "Move one with .to(device)."
-        )
+    check_device(f"Pattern.{kind}(other)", "both patterns", left, right)

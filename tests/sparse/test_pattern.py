@@ -155,9 +155,13 @@ def test_what_is_no_pattern_is_refused(row, col, shape, error, message):
 
 
 def test_two_devices_are_refused():
-    with pytest.raises(ValueError, match=r"row is on cpu and col on meta.*\.to\(device\)"):
+    with pytest.raises(
+        ValueError, match=r"row and col must be on one device, got cpu and meta.*\.to\(device\)"
+    ):
         Pattern(ids([0]), torch.empty(1, dtype=torch.int64, device="meta"), (1, 1))
-    with pytest.raises(ValueError, match=r"Pattern.union\(other\): this pattern is on cpu and the other on"):
+    with pytest.raises(
+        ValueError, match=r"Pattern.union\(other\): both patterns must be on one device, got cpu and"
+    ):
         A.union(B.to("meta"))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metagrad.core._torch import from_numpy
 from metagrad.core.checks import check_choice
-from metagrad.sparse.checks import check_floating, check_indices, check_real, check_shape
+from metagrad.sparse.checks import check_device, check_floating, check_indices, check_real, check_shape
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.entries import Entries
 from metagrad.sparse.pattern import Pattern, Segments, check_mask
@@ -239,10 +239,7 @@ def from_entries(
         raise ValueError(
             f"{call}: values must have one number for each of {len(row)} entries, got {list(values.shape)}."
         )
-    if values.device != row.device:
-        raise ValueError(
-            f"{call}: the indices are on {row.device} and the values on {values.device}. Move one with .to(device)."
-        )
+    check_device(call, "indices and values", row, values)
     if _in_order(row, col):
         return Pattern._trusted(row, col, size), values
     pattern, place = Pattern._coalesced(row, col, size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.core._torch import add_safe_globals, pytree
 from metagrad.core.checks import check_type, is_a
-from metagrad.sparse.checks import check_floating, check_same
+from metagrad.sparse.checks import check_device, check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.matrix.conversions import Conversions
 from metagrad.sparse.operations import products
@@ -120,11 +120,7 @@ class SparseTensor(Conversions, Operators):
                 f"{_CALL}: the pattern has {pattern.nnz} entries, so values must have shape [{pattern.nnz}], got "
                 f"{list(values.shape)}."
             )
-        if values.device != pattern.device:
-            raise ValueError(
-                f"{_CALL}: the pattern is on {pattern.device} and the values are on {values.device}. "
-                "Move one with .to(device)."
-            )
+        check_device(_CALL, "pattern and values", pattern, values)
         self.pattern: Pattern = pattern
         self.values: Tensor = values
 
@@ -295,8 +291,5 @@ def sddmm(a: Tensor, b: Tensor, pattern: Pattern) -> SparseTensor:
             f"{call}: the pattern is {pattern.shape}, so a must be [{n}, K] and b [K, {m}], "
             f"got {list(a.shape)} and {list(b.shape)}."
         )
-    if a.device != pattern.device:
-        raise ValueError(
-            f"{call}: a is on {a.device} and the pattern on {pattern.device}. Move one with .to(device)."
-        )
+    check_device(call, "a and pattern", a, pattern)
     return like(SparseTensor, pattern, rules.sample(pattern, a, b.mT))

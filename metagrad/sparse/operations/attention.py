@@ -11,7 +11,7 @@ from torch import Tensor
 from metagrad.core._torch import broadcast_shapes
 from metagrad.core.checks import check_type
 from metagrad.core.tree import widened
-from metagrad.sparse.checks import check_floating, check_same
+from metagrad.sparse.checks import check_device, check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.segments import largest
 from metagrad.sparse.pattern import Pattern
@@ -109,10 +109,7 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> torch
         check_floating(_CALL, name, x)
     check_same(_CALL, "q and k", q, k)
     check_same(_CALL, "q and v", q, v)
-    if q.device != pattern.device:
-        raise ValueError(
-            f"{_CALL}: q is on {q.device} and the pattern on {pattern.device}. Move one with .to(device)."
-        )
+    check_device(_CALL, "q and pattern", q, pattern)
     n, m = pattern.shape
     shapes = f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
     if (

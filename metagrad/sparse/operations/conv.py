@@ -18,7 +18,7 @@ from torch import Tensor
 from metagrad.core._torch import Context, VmapInfo, to_list
 from metagrad.core.checks import check_type, is_a, is_integer
 from metagrad.core.tree import widened
-from metagrad.sparse.checks import INDEX_DTYPES, MAX_CELLS, check_floating, check_same
+from metagrad.sparse.checks import INDEX_DTYPES, MAX_CELLS, check_device, check_floating, check_same
 from metagrad.sparse.kernels.derivatives import Bilinear
 
 _RULEBOOK = "Rulebook(coords, kernel_size, dilation)"
@@ -305,10 +305,7 @@ def _check_arguments(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor
     for name, tensor in (("x", x), ("weight", weight)) + ((("bias", bias),) if bias is not None else ()):
         check_floating(_CALL, name, tensor)
         check_same(_CALL, f"x and {name}", x, tensor)
-    if x.device != rulebook.device:
-        raise ValueError(
-            f"{_CALL}: x is on {x.device} and the rulebook on {rulebook.device}. Make it of coords.to(x.device)."
-        )
+    check_device(_CALL, "x and rulebook", x, rulebook)
     if x.ndim != 2 or x.shape[0] != rulebook.num_sites:
         raise ValueError(
             f"{_CALL}: the rulebook has {rulebook.num_sites} sites, so x must be [{rulebook.num_sites}, C_in], "

@@ -11,7 +11,7 @@ from torch import Tensor
 from metagrad.core import _torch
 from metagrad.core.checks import check_count
 from metagrad.core.tree import widened
-from metagrad.sparse.checks import check_floating, check_ids, check_index
+from metagrad.sparse.checks import check_device, check_floating, check_ids, check_index
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.kernels.products import index_rows, index_sum
 from metagrad.sparse.pattern import Segments
@@ -230,10 +230,7 @@ def _check_entries(call: str, values: Tensor, index: Index, num_segments: int | 
 def _checked(call: str, index: Index, x: Tensor, num_segments: int) -> Index:
     ids = index.ids if isinstance(index, Segments) else index
     check_ids(call, "index", ids)
-    if ids.device != x.device:
-        raise ValueError(
-            f"{call}: the values are on {x.device} and the index is on {ids.device}. Move one with .to(device)."
-        )
+    check_device(call, "values and index", x, ids)
     if isinstance(index, Segments):
         return index
     if ids.device.type == "cpu" and not _torch.functorch_is_active():

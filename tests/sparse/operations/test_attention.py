@@ -211,7 +211,7 @@ def peak(n, band, order):
         ({"dropout_p": 1.5}, ValueError, r"dropout_p must be from 0 to 1, got 1\.5"),
         ({"q": draw(2, 5, 3), "k": draw(3, 4, 3)}, ValueError, "leading dimensions of q, k and v must broadcast"),
         ({"q": draw(5, 3).to("meta"), "k": draw(4, 3).to("meta"), "v": draw(4, 2).to("meta")}, ValueError,
-         "q is on meta and the pattern on cpu"),
+         "q and pattern must be on one device, got meta and cpu"),
     ],
 )  # fmt: skip
 def test_errors(change, error, match):

@@ -43,7 +43,11 @@ META = "meta"
         (lambda: spmm(matrix(), ones(5)), ValueError, r"spmm\(a, b\): a is \(2, 3\), so b must have 3 rows"),
         (lambda: spmm(ones(2, 3), ones(3)), TypeError, r"spmm\(a, b\): a must be a SparseTensor, got Tensor"),
         (lambda: sddmm(ones(2, 4), ones(4, 4), PATTERN), ValueError, r"a must be \[2, K\] and b \[K, 3\]"),
-        (lambda: sddmm(ones(2, 4), ones(4, 3), PATTERN.to(META)), ValueError, r"the pattern on meta"),
+        (
+            lambda: sddmm(ones(2, 4), ones(4, 3), PATTERN.to(META)),
+            ValueError,
+            r"a and pattern must be on one device, got cpu and meta",
+        ),
         (lambda: spgemm(matrix(), matrix()), ValueError, r"spgemm\(a, b\): a is \(2, 3\), so b must have 3"),
         (lambda: spgemm(matrix(), ones(3, 2)), TypeError, r"spgemm\(a, b\): b must be a SparseTensor, got"),
     ],

@@ -93,7 +93,11 @@ def values(*shape, device="cpu"):
         ((values(5), SEGMENTS, 4), ValueError, "index is a Segments, which knows num_segments: leave it"),
         ((values(4), SEGMENTS), ValueError, r"index has 5 entries, so values must be \[5, \.\.\.\], got"),
         ((values(5), IDS, 2), ValueError, r"index must be from 0 to 1, got 2"),
-        ((values(5, device="meta"), SEGMENTS), ValueError, r"values are on meta and the index is on cpu"),
+        (
+            (values(5, device="meta"), SEGMENTS),
+            ValueError,
+            r"values and index must be on one device, got meta and cpu",
+        ),
     ],
 )
 def test_mistakes_are_named(function, arguments, error, message):
