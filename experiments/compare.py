@@ -28,7 +28,7 @@ IGNORED = ("seed", "resume")
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a comparison: its folder, its overrides, its test metrics if it finished, else why not."""
+    """One run of a comparison: its folder, its overrides, and its test metrics or the reason why there are none."""
 
     folder: Path
     overrides: dict[str, str]
@@ -36,7 +36,7 @@ class Job:
     status: str
 
     def setting(self, names: list[str]) -> str:
-        """Return the overrides that tell groups apart."""
+        """Return the overrides that differ between groups."""
         return " ".join(f"{name}={self.overrides.get(name, 'default')}" for name in names) or "all"
 
 
@@ -60,10 +60,10 @@ def compare(folders: list[Path]) -> None:
 
 
 def find_jobs(folder: Path) -> list[Job]:
-    """Return the jobs of a sweep folder, or the one of a run folder.
+    """Return the jobs of a sweep folder, or the only job of a run folder.
 
     Raises:
-        ValueError: The folder is neither.
+        ValueError: The folder is neither a sweep nor a run.
     """
     if (folder / OVERRIDES).is_file():
         return [read_job(folder)]
@@ -92,7 +92,7 @@ def read_job(folder: Path) -> Job:
 
 
 def differing(jobs: list[Job]) -> list[str]:
-    """Return the overrides that are not the same in all jobs, seeds left out."""
+    """Return the overrides that differ between jobs, without seeds."""
     names = dict.fromkeys(name for job in jobs for name in job.overrides if name not in IGNORED)
     return [name for name in names if len({job.overrides.get(name) for job in jobs}) > 1]
 

@@ -110,7 +110,7 @@ def program(config: DictConfig) -> None:
 
 
 def make(config: Gallery) -> Path:
-    """Run the programs, a few at once, and write the page after each.
+    """Run a few programs at a time, and write the page after each of them.
 
     Raises:
         ValueError: A name is unknown, data are missing, or a program failed. The page is written in the last case.

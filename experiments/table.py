@@ -131,7 +131,7 @@ def _check_data(config: Table) -> None:
 
 
 def start(cell: Cell) -> None:
-    """Run a cell to its end, or on from its checkpoint, if it is not finished.
+    """Run a cell if it is not finished, and resume from its checkpoint if there is one.
 
     Raises:
         ValueError: Its folder holds a run with other overrides.
@@ -199,7 +199,7 @@ def write(config: Table, experiment: str) -> None:
 
 
 def pooled(intervals: list[Interval]) -> Interval:
-    """Return the mean of seeds, with the 95 % interval over the test tasks of all of them."""
+    """Return the mean over seeds, with the 95 % interval over the test tasks of all seeds."""
     half = math.sqrt(sum(one.ci95**2 for one in intervals)) / len(intervals)
     return Interval(statistics.mean(one.mean for one in intervals), half, sum(one.tasks for one in intervals))
 
@@ -216,7 +216,7 @@ def _title(cells: list[Path]) -> str:
 
 
 def _values(cells: list[Path], metric: str, first: str) -> list[str]:
-    """Return the columns between the name of an algorithm and what papers report."""
+    """Return the measured columns of a row of the table."""
     if not cells:
         return ["-"] * (len(HEADER) - 1)
     outcomes, costs = [read(cell) for cell in cells], [read_rows(cell / "costs.jsonl") for cell in cells]

@@ -75,7 +75,7 @@ def watch(folder: Path, metric: str, every: float, once: bool) -> None:
     """Show all runs, again and again.
 
     Raises:
-        ValueError: There is no run, or none has the metric.
+        ValueError: There is no run, or no run has the metric.
     """
     while True:
         runs = [look(run, folder, metric) for run in runs_below(folder)]
@@ -92,7 +92,7 @@ def runs_below(folder: Path) -> list[Path]:
     """Return the folders that have metrics, a folder itself included.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No folder has metrics.
     """
     found = sorted(file.parent for file in folder.rglob("metrics.jsonl"))
     if not found:
@@ -101,7 +101,7 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def look(folder: Path, root: Path, metric: str) -> Watched:
-    """Read a run, whatever state it is in."""
+    """Read a run, which may be running, finished or failed."""
     rows, costs = read_rows(folder / "metrics.jsonl"), read_rows(folder / "costs.jsonl")
     step, iterations, state = rows[-1]["step"] if rows else 0, _iterations(folder), _state(folder)
     times = series(costs, TIME)[1][-10:]
@@ -113,7 +113,7 @@ def look(folder: Path, root: Path, metric: str) -> Watched:
 
 
 def table(runs: list[Watched]) -> str:
-    """Return a line for each run, with its curve."""
+    """Return one line with a curve for each run."""
     cells = [run.cells() for run in runs]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(

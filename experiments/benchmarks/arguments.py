@@ -1,4 +1,4 @@
-"""Words of a command line."""
+"""Parse words of a command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 def add_words(
     parser: ArgumentParser, name: str, known: Iterable[str], default: list[str] | None = None
 ) -> None:
-    """Add an argument of known words, by default all. An unknown word is an error that lists the known words."""
+    """Add an argument that takes known words, by default all. An unknown word raises an error that lists them."""
     known = list(known)
 
     def word(text: str) -> str:

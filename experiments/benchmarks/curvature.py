@@ -82,7 +82,7 @@ class Work:
 
 
 def small() -> Work:
-    """10-32-32-4 with tanh, 1,540 parameters, where the overhead of a product counts."""
+    """10-32-32-4 with tanh and 1,540 parameters, so that the overhead of a product is visible."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
     return Work(model, torch.randn(128, 10), torch.randint(4, (128,)))
@@ -142,7 +142,7 @@ def gauss_newton_product(work: Work) -> Run:
 
 
 def forward_over_reverse(work: Work) -> Run:
-    """Multiply by `torch.func.jvp` of `torch.func.grad`, which computes the gradient in every product."""
+    """Apply `torch.func.jvp` to `torch.func.grad`, which computes the gradient in every product."""
     params = {name: p.detach() for name, p in work.params.items()}
     space = ParameterSpace(params)
     gradient_at = grad(lambda params: work.loss(params, work.x, work.y))
@@ -190,13 +190,13 @@ def product_by_hand(work: Work) -> Product:
 
 
 def hessian_product_by_hand(work: Work) -> Run:
-    """One more product with the graph that is kept."""
+    """Take one more product with the kept graph."""
     product = product_by_hand(work)
     return lambda: product(work.vector)
 
 
 def gauss_newton_by_hand(work: Work) -> Run:
-    """Two products with the kept graph of the outputs, and the Hessian of the loss with respect to them."""
+    """Take two products with the kept graph of the outputs, and one with the Hessian of the loss."""
     params = list(work.params.values())
     output = work.model(work.x)
     u = torch.zeros_like(output, requires_grad=True)
@@ -216,7 +216,7 @@ def gauss_newton_by_hand(work: Work) -> Run:
 
 
 def trace_by_hand(work: Work) -> Run:
-    """Hutchinson's estimator with the graph that is kept."""
+    """Apply Hutchinson's estimator with the kept graph."""
 
     def run() -> Tensor:
         generator, total = torch.Generator().manual_seed(0), torch.zeros(())
@@ -230,7 +230,7 @@ def trace_by_hand(work: Work) -> Run:
 
 
 def eigenvalues_by_scipy(work: Work) -> Run:
-    """The largest eigenvalues by SciPy's eigsh, with the graph that is kept and our tolerance."""
+    """Find the largest eigenvalues by SciPy's eigsh, with the kept graph and metagrad's tolerance."""
     from scipy.sparse.linalg import LinearOperator, eigsh
 
     n, v0 = len(work.vector), np.random.default_rng(0).standard_normal(len(work.vector))
@@ -274,7 +274,7 @@ WORKLOADS = {"small": small, "mlp": mlp, "cnn": cnn, "transformer": transformer,
 
 @dataclass
 class Result:
-    """Time and peak of one method, as multiples of a gradient's."""
+    """The time and peak memory of one method, relative to a gradient."""
 
     slower: float
     larger: float
@@ -284,7 +284,7 @@ def check(work: Work) -> None:
     """Compare Hessian products with forward-over-reverse in float64.
 
     Raises:
-        SystemExit: They are not the same.
+        SystemExit: The products differ.
     """
     few = work.few()
     expected = forward_over_reverse(few)()
@@ -357,7 +357,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.probes, arguments.threads) < 1:
         parser.error("expected at least one round, probe and thread")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to the terminal
     torch.set_num_threads(arguments.threads)
     for name in arguments.workloads:
         work = replace(WORKLOADS[name](), probes=arguments.probes)

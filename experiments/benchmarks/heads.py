@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """A random GPT-2 with tied embeddings, plain or in chunks."""
+    """A random GPT-2 with tied embeddings. The loss is plain or in chunks."""
 
     def __init__(self, width: int, layers: int, heads: int, positions: int, chunk: int | None) -> None:
         super().__init__()

@@ -81,18 +81,18 @@ WORKLOADS: dict[str, Callable[[], Work]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """How an optimizer is made and used.
+    """How an optimizer is created and used.
 
     Attributes:
-        make: Returns the optimizer of a model, or several if one does not take all parameters.
-        period: Steps after which they repeat.
+        make: Returns the optimizer of a model, or several optimizers if one optimizer does not take all parameters.
+        period: Number of steps after which the cost repeats.
     """
 
     make: Callable[[nn.Module], Optimizers]
     period: int = 1
 
     def stepper(self, work: Work, model: nn.Module) -> Callable[[], object]:
-        """Return what takes a step."""
+        """Return a function that takes a step."""
         first, *others = self.make(model)
 
         def closure() -> Tensor:
@@ -137,14 +137,15 @@ METHODS: dict[str, Method] = {
     "SOAP-10": Method(of_all(SOAP), period=10),
     "Muon": Method(of_matrices(Muon)),
     "Lion": Method(of_all(Lion)),
-    # The damping keeps negative curvature from ending the solver at once, which it does in the CNN nevertheless.
+    # The damping lets the solver continue at negative curvature. On the CNN, the solver ends at once despite the
+    # damping.
     "NewtonCG-10": Method(of_all(NewtonCG, max_steps=10, progress=None, damping=1.0)),
 }
 
 
 @dataclass
 class Result:
-    """What one optimizer did: ratios to a gradient, one of times for each round."""
+    """What one optimizer did: ratios to a gradient, with one ratio of times for each round."""
 
     times: list[float] = field(default_factory=list)
     peak: float = float("nan")
@@ -165,12 +166,12 @@ class Measured:
 
 
 def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
-    """Run the optimizers in turns, in a new order each round, and each of their steps after a gradient."""
+    """Run the optimizers in turns, in a new order each round. A gradient is timed before each step."""
     results = {name: Result() for name in names}
     gradient = gradient_of(work, copy.deepcopy(work.model))
     unit = peak_of(gradient)  # before .grad is there
     steps = {name: METHODS[name].stepper(work, copy.deepcopy(work.model)) for name in names}
-    for step in steps.values():  # which makes its state
+    for step in steps.values():  # which creates the state of the optimizer
         step()
     gradients: list[float] = []
     for number in Progress(range(rounds), unit="round", leave=False):
@@ -189,7 +190,7 @@ def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Time one call. With one thread it is the CPU time, on which other programs have little influence."""
+    """Time one call. With one thread it is the CPU time, which other programs hardly change."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     run()
@@ -204,7 +205,7 @@ def peak_of(run: Callable[[], object]) -> int:
 
 
 def gradient_of(work: Work, model: nn.Module) -> Callable[[], Tensor]:
-    """Return what computes a gradient as a training step does."""
+    """Return a function that computes a gradient like a training step."""
 
     def gradient() -> Tensor:
         model.zero_grad()
@@ -249,9 +250,9 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure what the command line names, by default everything."""
+    """Measure the workloads of the command line. The default is all workloads."""
     arguments = parsed()
-    warnings.filterwarnings("ignore", "KFAC")  # names the parameters of norms, which follow the gradient
+    warnings.filterwarnings("ignore", "KFAC")  # lists parameters of norms, which follow the gradient
     torch.set_num_threads(arguments.threads)
     for name in arguments.workloads:
         measured = measure(WORKLOADS[name](), arguments.optimizers, arguments.rounds)

@@ -2,13 +2,13 @@
 
 The first workload differentiates t_0 = sum(sin(A x)) with respect to the values v of A on a fixed pattern. Higher
 orders differentiate t_k = sum((d t_{k-1} / dv)^2), which detects any detached gradient. The other workloads are
-lookups in a table, attention with dropout, and convolution. The product of 2M entries is compared with SciPy and
-MKL, only forward.
+lookups in a table, attention with dropout, and convolution. The product of 2M entries is compared with SciPy and MKL,
+only forward.
 
 First every method is compared with dense tensors in float64 on a small problem. Then the methods take turns. The
-printed values are medians and their ratios to metagrad. Quote ratios within one run: 40 is forty times slower or
-larger. The structure that a training loop creates once (patterns) is created in a first call, which is not timed.
-Times are CPU times of all threads. The peak is the memory that torch's allocator gives out in one more call,
+printed values are medians and their ratios to metagrad. Quote ratios within one run: a ratio of 40 means forty times
+slower or larger. The structure that a training loop creates once (patterns) is created in a first call, which is not
+timed. Times are CPU times of all threads. The peak is the memory that torch's allocator gives out in one more call,
 including memory inside its kernels. The memory of SciPy is not visible.
 """
 
@@ -41,7 +41,7 @@ Notes = dict[tuple[str, int], str]
 
 
 class Problem(NamedTuple):
-    """Floating point tensors with the leaf first, and all other arguments."""
+    """Arguments of a function: floating point tensors, the differentiated tensor first, and others."""
 
     tensors: Sequence[Tensor]
     structure: Mapping[str, Any]
@@ -52,7 +52,7 @@ class Problem(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A workload: its methods, its orders, a problem to check, and a problem to time."""
+    """A workload: its methods, its orders, a small problem to check, and a problem to time."""
 
     make: Callable[..., Problem]
     small: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Operation(NamedTuple):
 
 
 def run_of(function: Callable[..., Tensor], work: Problem, order: int) -> Run:
-    """Differentiate the sum of sines of what a function returns by its first tensor, and again its squared norm."""
+    """Differentiate the sum of sines of a function's result, and then the squared norm of each derivative."""
 
     def run() -> Tensor:
         leaf = work.tensors[0].detach().requires_grad_(order > 0)
@@ -94,7 +94,7 @@ def matrix(n: int, entries: int, width: int) -> Problem:
 
 
 def by_metagrad(values: Tensor, x: Tensor, *, pattern: sparse.Pattern, kept: dict) -> Tensor:
-    """Multiply by ours."""
+    """Multiply by metagrad's sparse matrix."""
     return sparse.SparseTensor(pattern, values) @ x
 
 
@@ -153,7 +153,7 @@ def heads(length: int, band: int, width: int, dropout: float) -> Problem:
 
 
 def attend_to_all(q: Tensor, k: Tensor, v: Tensor, *, pattern: sparse.Pattern, dropout: float) -> Tensor:
-    """Attend by the matrix of all scores, masked."""
+    """Compute attention by the masked matrix of all scores."""
     check_cells(pattern.shape)
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~pattern.to_mask(), -math.inf)
     return F.dropout(scores.softmax(-1), dropout) @ v
@@ -171,14 +171,14 @@ def strokes(side: int, channels: int, part: float) -> Problem:
 
 
 def on_the_grid(weight: Tensor, x: Tensor, *, rulebook: sparse.Rulebook, side: int) -> Tensor:
-    """Convolve the whole grid, and read the result at the same sites."""
+    """Convolve the whole grid, and return the result at the sites."""
     image = x.new_zeros(1, side, side, x.shape[1]).index_put(rulebook.coords.unbind(1), x).movedim(-1, 1)
     y = F.conv2d(image, weight, padding=1).movedim(1, -1)
     return y[rulebook.coords.unbind(1)]
 
 
 def check_cells(shape: Sequence[int]) -> None:
-    """Raise for dense matrices of more than one gibibyte."""
+    """Raise an error for dense matrices of more than one GiB."""
     if shape[0] * shape[1] > 1 << 28:
         raise MemoryError("rows x columns would take more than 1024 MiB")
 
@@ -243,10 +243,10 @@ class Result:
 
 
 def errors(work: Problem, operation: Operation) -> Notes:
-    """Return which methods raise or are incorrect, by dense tensors in float64. Empty if all are correct.
+    """Return the methods that raise or differ from dense tensors in float64.
 
     Raises:
-        SystemExit: Ours is not right.
+        SystemExit: The method of metagrad is incorrect.
     """
     found = {}
     for order in operation.orders:
@@ -283,7 +283,7 @@ def measure(work: Problem, operation: Operation, order: int, rounds: int, bad: N
 
 
 def seconds(run: Run) -> float:
-    """Time a call: the median of a twentieth of a second, after one call that pays for what the last method left."""
+    """Time a call: the median over a twentieth of a second, after a first call that is not timed."""
     run()
     times: list[float] = []
     while sum(times) < 0.05:
@@ -292,7 +292,7 @@ def seconds(run: Run) -> float:
 
 
 def report(name: str, order: int, results: dict[str, Result]) -> str:
-    """Format one order: medians, peaks and ratios to ours."""
+    """Format one order: medians, peaks and ratios to metagrad."""
     ours = results[OURS]
     lines = [f"{f'{name}, order {order}':24}{'median ms':>11}{'x ours':>9}{'peak MiB':>11}{'x ours':>9}"]
     for method, result in results.items():
@@ -328,14 +328,14 @@ def _first_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Run the workloads named on the command line, by default the small one."""
+    """Run the workloads of the command line. The default is the small workload."""
     parser = argparse.ArgumentParser(description="Time and weigh gradients of sparse values, orders 1 to 3.")
     add_words(parser, "workloads", OPERATIONS, ["16k"])
     parser.add_argument("--rounds", type=int, default=3, help="timings of each method (3)")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error("expected at least one round")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to the terminal
     for name in arguments.workloads:
         for text in tables(name, arguments.rounds):
             print(text, end="\n\n", flush=True)

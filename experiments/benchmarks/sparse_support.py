@@ -2,7 +2,7 @@
 
 Every cell is the outcome of a run, for torch and for metagrad. t_0 is the sum of squares of an operation's result.
 t_k is the sum of squares of the gradients of t_{k-1} with respect to all operands. On a small problem the gradient
-of order k is compared with a dense formula in float64. On a large problem its memory is measured. A cell is one of
+of order k is compared with a dense formula in float64. On a large problem its memory is measured. The cells are
 
 - ok: correct, and sparse
 - dense: correct, but a tensor of rows x columns was materialized
@@ -10,7 +10,7 @@ of order k is compared with a dense formula in float64. On a large problem its m
 - wrong: different from the dense formula
 - error: torch raised
 
-The column "kernel" is the kernel of metagrad on this device: torch's CSR products, or gathers if there are none.
+The column "kernel" shows the kernel of metagrad on this device: torch's CSR products, or gathers without them.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ class Leaf(NamedTuple):
     """The tensors that a form is differentiated with respect to."""
 
     tensor: Tensor
-    read: Callable[[Tensor], Tensor]  # the part of its gradient that every form has, in one order
-    cells: tuple[Tensor, Tensor] | None = None  # the stored cells of a matrix, the only ones in its gradient
-    ones: Tensor | None = None  # at these cells, in the layout of the matrix
+    read: Callable[[Tensor], Tensor]  # the part of its gradient that all forms have, in the same order
+    cells: tuple[Tensor, Tensor] | None = None  # the stored cells of a matrix, the only cells of its gradient
+    ones: Tensor | None = None  # the gradient at these cells, in the layout of the matrix
 
 
 class Form(NamedTuple):
-    """An operation written down in one way."""
+    """An operation in one form: dense, torch's sparse, or metagrad's."""
 
     function: Callable[..., Tensor]
     leaves: Sequence[Leaf]
 
 
 class Forms(NamedTuple):
-    """An operation in three ways."""
+    """An operation in three forms."""
 
     dense: Form
-    torch: Form | None  # where torch has one
+    torch: Form | None  # None if torch does not have it
     metagrad: Form
-    dense_numbers: int | None  # of the matrix or table that sparse forms must not make, if there is one
+    dense_numbers: int | None  # size of the dense matrix or table, which sparse forms must not materialize
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Setting:
         return torch.randint(high, (size,), generator=torch.Generator().manual_seed(seed)).to(self.device)
 
     def pattern(self, seed: int) -> Pattern:
-        """Draw cells: the blocks on the diagonal, so that no row is empty, and as many others."""
+        """Draw cells: the blocks on the diagonal, so that no row is empty, and an equal number of other blocks."""
         size = self.n // BLOCK[0]
         diagonal = torch.arange(size, device=self.device)
         row, col = (torch.cat([diagonal, self.indices(size, size, seed + k)]) for k in range(2))
@@ -108,7 +108,7 @@ class MatrixOperation:
     layouts: Sequence[str] = tuple(LAYOUTS)
 
     def forms(self, setting: Setting, layout: str) -> Forms:
-        """Write the operation down at a size, for a layout."""
+        """Return the three forms at a size, for a layout."""
         operands = [_operand(setting, name, LAYOUTS[layout]) for name in self.operands]
         dense, torch_leaves, ours, patterns = zip(*operands, strict=True)
 
@@ -124,14 +124,14 @@ class MatrixOperation:
 
 @dataclass(frozen=True)
 class StridedOperation:
-    """An operation on strided tensors."""
+    """An operation on dense tensors."""
 
     name: str
     write: Callable[[Setting], Forms]
     layouts: Sequence[str] = ("-",)
 
     def forms(self, setting: Setting, layout: str) -> Forms:
-        """Write the operation down at a size."""
+        """Return the three forms at a size."""
         return self.write(setting)
 
 
@@ -173,7 +173,7 @@ def strided_forms(
     metagrad: Callable[..., Tensor],
     dense_numbers: int | None = None,
 ) -> Forms:
-    """Write down an operation on strided tensors, whose gradients are compared whole."""
+    """Return the forms of an operation on dense tensors, whose whole gradients are compared."""
     whole = [_whole(leaf) for leaf in leaves]
     return Forms(Form(dense, whole), torch and Form(torch, whole), Form(metagrad, whole), dense_numbers)
 
@@ -260,7 +260,7 @@ def _reduced(values: Tensor, reduction: str) -> Tensor:
 
 def _attention(setting: Setting) -> Forms:
     pattern = setting.pattern(1)
-    # Made when it is called: the mask is dense, and a sparse form must not pay for it.
+    # The mask is created in the call, since it is dense and must not count for a sparse form.
     return strided_forms(
         [setting.numbers(1, setting.n, 8, seed=k) for k in range(3)],
         dense=lambda q, k, v: _scores(q, k, pattern).softmax(-1) @ v,
@@ -328,11 +328,11 @@ class Row:
 
 
 class _CutError(Exception):
-    """A gradient cannot be differentiated further, without anybody having said so."""
+    """A gradient has no graph, and no error was raised."""
 
 
 def capabilities(device: torch.device | str = "cpu") -> list[Row]:
-    """Run every operation of torch and of metagrad and return the outcomes. It takes some seconds.
+    """Run every operation of torch and of metagrad and return the outcomes. This takes some seconds.
 
     Args:
         device: The device to run on.
@@ -344,7 +344,7 @@ def capabilities(device: torch.device | str = "cpu") -> list[Row]:
     exact = torch.float32 if device.type == "mps" else torch.float64
     small, large = Setting(SMALL, exact, device), Setting(LARGE, torch.float32, device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's announcement that a layout is in beta
+        warnings.simplefilter("ignore")  # torch's warning that a layout is in beta
         return [
             _row(
                 operation.name, layout, operation.forms(small, layout), operation.forms(large, layout), large
@@ -412,7 +412,7 @@ def _compare(form: Form, dense: Form, order: int) -> str:
         found = _read(form, _gradients(form, order))
     except _CutError:
         return "cut"
-    except Exception:  # whatever torch raises is its answer
+    except Exception:  # any error of torch is a result
         return "error"
     if any(g is None for g in found):
         return "cut"
@@ -432,7 +432,7 @@ def _weigh(form: Form, dense_bytes: int, order: int, device: torch.device) -> st
 
 
 def _gradients(form: Form, order: int) -> list[Tensor | None]:
-    """Return the gradients of t_{order - 1}, None if torch sees no dependence."""
+    """Return the gradients of t_{order - 1}. A gradient is None if torch finds no dependence."""
     leaves = [leaf.tensor.detach().requires_grad_() for leaf in form.leaves]
     result = form.function(*leaves)
     objective = (result * result).sum()
@@ -458,7 +458,7 @@ def _read(form: Form, gradients: Sequence[Tensor | None]) -> list[Tensor | None]
 
 
 def _stored(gradient: Tensor, leaf: Leaf) -> Tensor:
-    """Leave out the cells that are not stored, where torch gives a gradient of more of them than the matrix has."""
+    """Leave out the cells that the matrix does not store, if torch's gradient has more cells."""
     if leaf.cells is None:
         return gradient
     if gradient.layout == torch.strided:
@@ -472,7 +472,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Show which derivatives of sparse operations are right.")
     parser.add_argument("--device", default="cpu", help="where to run (cpu)")
     arguments = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to the terminal
     rows = capabilities(arguments.device)
     print(table(rows))
     if any(answer != "ok" for row in rows for answer in row.metagrad):

@@ -32,7 +32,7 @@ class Result:
 
 
 def measure(A: Tensor, method: str, products: int, repeats: int) -> Result:
-    """Estimate the trace of a matrix again and again."""
+    """Estimate the trace of a matrix repeatedly."""
     truth, errors, held = A.trace(), [], []
     for seed in range(repeats):
         generator = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ def measure(A: Tensor, method: str, products: int, repeats: int) -> Result:
 
 
 def report(title: str, cells: dict[str, dict[str, str]]) -> str:
-    """Format a table, a line for each method."""
+    """Format a table with one line for each method."""
     lines = [f"{title:32}" + "".join(f"{spectrum:>14}" for spectrum in next(iter(cells.values())))]
     for method, row in cells.items():
         lines.append(f"{method:32}" + "".join(f"{cell:>14}" for cell in row.values()))

@@ -1,4 +1,4 @@
-"""What the examples share: finding files, and comparing with an oracle."""
+"""What the examples share: the paths of data, and the comparison with a dense result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from experiments.run.files import data_file
 
 
 def find_file(name: str) -> Path:
-    """Return the path of a file below `$METAGRAD_DATA`, or `~/.cache/metagrad` where that is not set.
+    """Return the path of a file below `$METAGRAD_DATA`, or below `~/.cache/metagrad` if the variable is not set.
 
     Raises:
         SystemExit: The file is not there.
@@ -22,10 +22,10 @@ def find_file(name: str) -> Path:
 
 
 def compare(name: str, got: Tensor, expected: Tensor, *, tolerance: float) -> None:
-    """Print the difference of two tensors relative to the largest number expected.
+    """Print the difference of two tensors, relative to the largest expected value.
 
     Raises:
-        SystemExit: It is above the tolerance.
+        SystemExit: The difference is above the tolerance.
     """
     difference = (got - expected).detach().abs().max()
     error = float(difference / expected.detach().abs().max()) if difference != 0 else 0.0

@@ -60,7 +60,7 @@ def adjacency(edges: Pattern, log_weights: Tensor) -> SparseTensor:
 
 
 def dense_adjacency(edges: Pattern, log_weights: Tensor) -> Tensor:
-    """Return the same as a dense matrix."""
+    """Return the same matrix as a dense matrix."""
     weights = log_weights.new_zeros(edges.shape).index_put((edges.row, edges.col), log_weights.exp())
     scale = weights.sum(1).rsqrt()
     return scale[:, None] * weights * scale
@@ -80,7 +80,7 @@ def forward(params: Params, matrix: Matrix, features: Matrix, *, dropout: float 
 
 
 def accuracy(params: Params, matrix: Matrix, graph: Graph) -> float:
-    """Return the share of test nodes that are classified right, in percent."""
+    """Return the test accuracy in percent."""
     with torch.no_grad():
         hits = forward(params, matrix, graph.features).argmax(1) == graph.labels
     return 100 * hits[graph.test].double().mean().item()

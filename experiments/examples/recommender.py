@@ -4,9 +4,9 @@
 
 InstEval has 73,421 ratings, 1 to 5, that students gave to lecturers. A task is a student. The model is a matrix
 factorization with biases (Koren, Bell, Volinsky, IEEE Computer 42:30, 2009). A student's vector and bias start from
-zero. They adapt by a few gradient steps to some of the student's ratings, together with the rows of the rated
-lecturers. MAML learns the tables of the lecturers and the learning rates. The meta-gradient of a table is a
-`RowSparse`. It is checked against dense tables in float64. A fifth of the students is for the test.
+zero. These and the rows of the rated lecturers adapt to some of the student's ratings by a few gradient steps. MAML
+learns the tables of the lecturers and the learning rates. The meta-gradient of a table is a `RowSparse`. It is
+checked against dense tables in float64. A fifth of the students are test tasks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from metagrad.tasks import Batch, Tabular
 COLUMNS = {"s": "student", "d": "lecturer", "y": "rating"}
 TABLES = ("lecturers.weight", "lecturer_bias.weight")
 ADAPTED = ("student", "student_bias", *TABLES)
-SCALE = 10.0  # ratings of a typical student: the loss is a sum over ratings, so that more of them weigh more
+SCALE = 10.0  # ratings of a typical student: in a sum, students with more ratings have a larger weight
 TOLERANCE = 1e-9  # relative, float64
 
 
@@ -91,7 +91,7 @@ def check(batch: Batch, lecturers: int, *, rank: int, steps: int) -> None:
 
 
 def train(maml: mg.MAML, tasks: Tabular, *, iterations: int, students: int, lr: float) -> None:
-    """Learn the tables by an optimizer that writes only the rows of each batch, and the rest by Adam."""
+    """Learn the tables by an optimizer that writes only the rows of each batch, and other parameters by Adam."""
     generator = torch.Generator().manual_seed(0)
     tables = [maml.get_parameter(f"model.{name}") for name in TABLES]
     others = [p for name, p in maml.named_parameters() if name.removeprefix("model.") not in TABLES]

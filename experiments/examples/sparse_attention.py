@@ -1,4 +1,4 @@
-"""Attend within a band, and differentiate twice: memory and time grow with the band, not with the square.
+"""Attend within a band, and differentiate twice: memory and time grow with the width of the band.
 
     python -m experiments.examples.sparse_attention
 

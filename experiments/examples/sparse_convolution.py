@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 def drawings(num: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the ink of one drawing of each of several characters, [sites, 3], and the grid."""
+    """Return the ink of one image of each of several characters, shape [sites, 3], and the grid."""
     with np.load(find_file("omniglot/omniglot_105_bits.npz"), allow_pickle=False) as file:
         packed = file["images_packed"][: num * 20 : 20]
     ink = np.unpackbits(packed, axis=1)[:, : 105 * 105].reshape(num, 105, 105)
@@ -115,9 +115,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--examples", type=int, default=20, help="drawings or curves, a class each")
+    parser.add_argument(
+        "--examples", type=int, default=20, help="number of images or curves, one for each class"
+    )
     parser.add_argument("--channels", type=int, default=16, help="of the hidden layers")
-    parser.add_argument("--curves", action="store_true", help="curves in 3-D in place of drawings")
+    parser.add_argument("--curves", action="store_true", help="curves in 3-D instead of images")
     options = parser.parse_args(arguments)
 
     coords, grid = (curves if options.curves else drawings)(options.examples)

@@ -1,4 +1,4 @@
-"""From a config to objects."""
+"""Build the objects that a config describes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
 def build(
     config: Target | Mapping[str, Any], *args: object, allow: Sequence[str] = (), key: str = "build"
 ) -> Any:
-    """Build the object that a config names, and first the objects that are its arguments.
+    """Build the object that a config names. Arguments that are objects are built first.
 
     Args:
         config: A target and its arguments, including the `args` of a custom target.
@@ -99,7 +99,7 @@ def _built(config: Any, args: Sequence[object], allow: Sequence[str], key: str) 
 
 
 def in_keys(key: str, error: Exception) -> str:
-    """Return the message of an error with keys of the command line in place of arguments of Python."""
+    """Return the message of an error, with keys of the command line instead of Python arguments."""
     words = re.sub(r"^\w+\((?:.*, )?(\w+)(?:=[^)]*)?\): ", rf"{key}.\1: ", str(error))
     words = words.replace("Pass download=True", f"Set {key}.download=true")
     return words.replace("by root= or METAGRAD_DATA", f"by {key}.root= or METAGRAD_DATA")
@@ -109,13 +109,13 @@ def build_optimizer(config: Optimizer, params: object, allow: Sequence[str] = ()
     """Build an optimizer of parameters.
 
     Raises:
-        ValueError: It raises for its arguments.
+        ValueError: The optimizer raises for its arguments.
     """
     return build({**asdict(config), "_partial_": False}, params, allow=allow, key="optimizer")
 
 
 def build_tasks(config: Task, allow: Sequence[str] = (), **changes: object) -> TaskDistribution:
-    """Build a task distribution, with other values of those arguments that it has.
+    """Build a task distribution. Changes to arguments that it does not have are ignored.
 
     Raises:
         ValueError: As `build`.
@@ -159,7 +159,7 @@ def build_parts(config: Config) -> Parts:
 
 
 def asks_for_closure(make: type[torch.optim.Optimizer]) -> bool:
-    """Return whether optimizers of a class see how the loss is computed, or compute it several times a step."""
+    """Return whether optimizers of a class use the graph of the loss, or compute the loss several times per step."""
     arguments = inspect.signature(make.step).parameters
     is_required = "closure" in arguments and arguments["closure"].default is inspect.Parameter.empty
     searches = issubclass(make, LBFGS)  # along a line, by the loss at other parameters
@@ -170,7 +170,7 @@ def device(config: Config) -> torch.device:
     """Return the device of a run.
 
     Raises:
-        ValueError: The config chooses CUDA and there is none.
+        ValueError: The config chooses CUDA, and this machine has no CUDA device.
     """
     available = torch.cuda.is_available()
     if config.device is Device.cuda and not available:
@@ -179,7 +179,7 @@ def device(config: Config) -> torch.device:
 
 
 def generator(seed: int, stream: str) -> torch.Generator:
-    """Return a generator of its own for each stream of tasks, so that none shifts another."""
+    """Return a separate generator for each stream of tasks, so that the streams are independent."""
     sequence = np.random.SeedSequence(seed, spawn_key=(STREAMS.index(stream),))
     return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
 

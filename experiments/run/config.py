@@ -1,4 +1,4 @@
-"""From Hydra's composed config to a typed one, converted and checked once."""
+"""Convert Hydra's composed config to a typed config, and check it once."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _open(schema: type) -> Any:
 
 
 def composed(name: str, overrides: list[str]) -> DictConfig:
-    """Compose the config of a program, also while another program runs."""
+    """Compose the config of a program. This also works while another program runs."""
     register()
     is_ready = GlobalHydra.instance().is_initialized()
     with nullcontext() if is_ready else initialize_config_dir(str(CONF), version_base="1.3"):
@@ -100,7 +100,7 @@ def typed(config: DictConfig) -> Config:
     """Resolve a composed config and return it as a `Config`, converted once.
 
     Raises:
-        ValueError: A key was added that the schema does not have, or a count is too small.
+        ValueError: A key is not in the schema, or a count is too small.
     """
     resolved = converted("train", config)
     check_counts("train", resolved)
@@ -112,7 +112,7 @@ def converted(call: str, config: DictConfig) -> Any:
     """Return a composed config as objects of its schema.
 
     Raises:
-        ValueError: A value is missing, or a key was added that the schema does not have.
+        ValueError: A value is missing, or a key is not in the schema.
     """
     try:
         resolved: Any = OmegaConf.to_object(config)
@@ -138,7 +138,7 @@ def plain(config: Config) -> dict[str, Any]:
 
 
 def settle(call: str, config: Config) -> None:
-    """Set what an experiment chooses for any algorithm, inner rule and steps, to null where the algorithm has none.
+    """Set the inner rule and the steps that an experiment chooses to null if the algorithm does not have them.
 
     Raises:
         ValueError: The inner rule is not gradient descent, so the user has chosen it.

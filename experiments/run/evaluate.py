@@ -43,7 +43,7 @@ def mean_interval(values: Tensor) -> Interval:
         \bar{x} \pm t_{0.975, n-1} \, s / \sqrt{n}
 
     Args:
-        values: One value a task, [tasks], at least two.
+        values: One value per task, shape [tasks], for at least two tasks.
     """
     number = len(values)
     spread = values.double().std().item() / math.sqrt(number)
@@ -66,8 +66,8 @@ def evaluate(
     Each process evaluates its share of every chunk, and all processes return the same values.
 
     Returns:
-        `query_loss_before`, `query_loss`, and for classification `accuracy_before(%)`, `accuracy(%)`. Without the two
-        values before adaptation if `steps` is None, for algorithms without inner steps.
+        `query_loss_before`, `query_loss`, and for classification `accuracy_before(%)`, `accuracy(%)`. If `steps` is
+        None (algorithms without inner steps), there are no values before adaptation.
     """
     ranks = ranks or Ranks()
     judged = {"_before": 0, "": steps} if steps is not None else {"": None}
@@ -93,7 +93,7 @@ def batches(
     device: torch.device,
     ranks: Ranks,
 ) -> Iterator[Batch]:
-    """Draw `num_tasks` tasks, at most `chunk` at a time, and yield the share of this process, which may be empty."""
+    """Draw `num_tasks` tasks, at most `chunk` at a time, and yield the tasks of this process, which may be none."""
     starts = range(0, num_tasks, chunk)
     for start in Progress(starts, unit="chunk", hidden=not ranks.is_first, leave=False):
         drawn = tasks.sample(min(chunk, num_tasks - start), generator=generator)
@@ -101,7 +101,7 @@ def batches(
 
 
 def accuracies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of right answers of each task in percent, [tasks], padding left out."""
+    """Return the accuracy of each task in percent, shape [tasks], without padding."""
     is_right = (logits.argmax(-1) == labels).double().sum(-1)
     return 100 * is_right / (labels != PADDING).sum(-1)
 

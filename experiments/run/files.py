@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def data_file(name: str) -> Path:
-    """Return the path of a file below `$METAGRAD_DATA`, or `~/.cache/metagrad` where that is not set.
+    """Return the path of a file below `$METAGRAD_DATA`, or below `~/.cache/metagrad` if the variable is not set.
 
     Raises:
         FileNotFoundError: The file is not there.
@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file, on the disk when this returns.
+    """Write a file. It is on the disk when this function returns.
 
     Raises:
         OSError: The file cannot be written. The message names it.

@@ -47,7 +47,7 @@ HEAD = """\
 
 
 def default_logger() -> str:
-    """Return `wandb` if wandb is told where runs go, by a key, by its login or by WANDB_MODE, else `csv`."""
+    """Return `wandb` if wandb has a key, a login or WANDB_MODE, else `csv`."""
     is_set = {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys()
     logins = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     return "wandb" if is_set or (logins.is_file() and "wandb" in logins.read_text()) else "csv"
@@ -57,11 +57,11 @@ OmegaConf.register_new_resolver("default_logger", default_logger, replace=True)
 
 
 def text(name: str, module: str, arguments: list[str]) -> str:
-    """Return what `--help` prints.
+    """Return the text that `--help` prints.
 
     Args:
         name: The config of the program, `conf/NAME.yaml`.
-        module: How it is started, as `experiments.train`.
+        module: The module that starts it, such as `experiments.train`.
         arguments: The command line, whose overrides change the values shown.
     """
     overrides = [argument for argument in arguments if not argument.startswith("-")]
@@ -81,7 +81,7 @@ def text(name: str, module: str, arguments: list[str]) -> str:
 
 
 def arguments_of(target: str) -> dict[str, str]:
-    """Return what the docstring of a class or function says of its arguments, a sentence of each."""
+    """Return the first sentence about each argument in the docstring of a class or function."""
     try:
         said = inspect.getdoc(get_object(target)) or ""
     except Exception:  # building the target raises the error later
@@ -115,7 +115,7 @@ def _options(group: str) -> list[str]:
 
 
 def _keys(node: DictConfig, path: str = "") -> Iterator[str]:
-    """Yield a line for each key of a node, and then the lines of its inner nodes."""
+    """Yield a line for each key of a node, and then the lines of its child nodes."""
     said, inner = _said(node), []
     for key in map(str, node):
         value = None if OmegaConf.is_missing(node, key) else node[key]

@@ -51,11 +51,11 @@ EXPECTED = (
 """Errors that the user's input or the machine explains. Every other error is a bug, and keeps its traceback."""
 
 failed: dict[str, list[str]] = {}
-"""The jobs of a sweep in this process that failed, by the reason."""
+"""The failed jobs of a sweep in this process, by the reason."""
 
 
 class RunError(CompactHydraException):
-    """An error whose message is all the user needs."""
+    """An error whose message is sufficient for the user, so no traceback is printed."""
 
 
 def launch(program: Callable[[], object], config: str | None = None, module: str = "") -> None:
@@ -66,7 +66,7 @@ def launch(program: Callable[[], object], config: str | None = None, module: str
     Args:
         program: The program.
         config: The name of its config, whose groups and keys `--help` prints. None if the program has its own help.
-        module: How it is started.
+        module: The module that starts it.
     """
     if config is not None and {"-h", "--help"} & set(sys.argv[1:]):
         program = partial(_print_help, config, module)
@@ -130,10 +130,10 @@ def seed_everything(seed: int, threads: int | None, *, anomaly: bool = False) ->
 def failures_reported(folder: Path, log: logging.Logger) -> Iterator[None]:
     """Write the error of a job into its log, with the traceback, and into its folder.
 
-    A folder that held a run before this one stays as it is, unless this one has claimed it.
+    If the folder holds an earlier run that this run has not claimed, nothing is written into it.
 
     Raises:
-        RunError: In place of an error that the user's input or the machine explains.
+        RunError: Raised instead of an error that the user's input or the machine explains.
     """
     is_new = not holds_run(folder)
     try:
@@ -159,10 +159,10 @@ def claimed(folder: Path, *, is_resumed: bool = False, how_to_go_on: str = "") -
     Args:
         folder: The folder that the run writes to.
         is_resumed: True if the run resumes the run in the folder.
-        how_to_go_on: Printed if a signal ends the run and there is a checkpoint.
+        how_to_go_on: Message that is printed if a signal ends the run and there is a checkpoint.
 
     Raises:
-        ValueError: Another process writes to the folder, or it holds a run already.
+        ValueError: Another process writes to the folder, or the folder already holds a run.
         Interrupted: A signal has ended the run.
     """
     with _locked(folder), signals_raised():
@@ -185,7 +185,7 @@ def claimed(folder: Path, *, is_resumed: bool = False, how_to_go_on: str = "") -
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a folder holds the results of a run, which another run would destroy."""
+    """Return whether a folder holds the results of a run, which another run would overwrite."""
     return (folder / result.FILE).exists() or any((folder / "checkpoints").glob("*.pt"))
 
 
@@ -233,7 +233,7 @@ def _note(folder: Path, error: BaseException) -> None:
 
 
 def _log(log: logging.Logger, message: str, error: BaseException) -> None:
-    """Write an error and its traceback to the log file. In a sweep, print the error to the terminal in addition."""
+    """Write an error and its traceback to the log file. In a sweep, also print the error to the terminal."""
     trace = (type(error), error, error.__traceback__)
     for handler in logging.getLogger().handlers:
         is_file = isinstance(handler, logging.FileHandler)
@@ -272,7 +272,7 @@ def _of_override(error: BaseException) -> str | None:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """Return what an error says, without OmegaConf's names of classes and tracebacks of worker processes."""
+    """Return the message of an error, without OmegaConf's class names and the tracebacks of worker processes."""
     lines = [line.rstrip() for line in str(error).splitlines()]
     if "Original Traceback (most recent call last):" in lines:
         lines = lines[-1:]

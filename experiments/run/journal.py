@@ -49,7 +49,7 @@ class Journal(Silent):
 
     Args:
         folder: The run folder.
-        mirror: Receives the same values.
+        mirror: The mirror, which receives the same values.
         until: The step the run starts from.
     """
 
@@ -81,7 +81,7 @@ class Journal(Silent):
         checkpoint.save(self.folder / checkpoint.FILE, parts, **state)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the metrics that are written."""
+        """Return the metrics to write."""
         return read_rows(self.folder / "metrics.jsonl")
 
     def __enter__(self) -> Journal:

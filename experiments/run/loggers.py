@@ -27,7 +27,7 @@ log = logging.getLogger("experiments.run.mirrors")
 
 
 class Mirror:
-    """Receive what a run records, and do nothing with it."""
+    """Receive the records of a run and ignore them."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Receive the metrics of one step."""
@@ -36,7 +36,7 @@ class Mirror:
         """Receive plots."""
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Receive a table, one mapping a row, all with the same keys."""
+        """Receive a table: one mapping for each row, all with the same keys."""
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """Receive final results."""
@@ -66,7 +66,7 @@ class CsvMirror(Mirror):
 
     Args:
         folder: The run folder.
-        until: The last step that a resumed run has already. None for a new run.
+        until: The last step that a resumed run already has. None for a new run.
     """
 
     def __init__(self, folder: Path, until: int | None) -> None:
@@ -132,12 +132,13 @@ def opened_tensorboard(
 
 
 class WandbMirror(Mirror):
-    """Send what a run records to a wandb run, with our own step counter on every horizontal axis.
+    """Send the records of a run to wandb, with the run's own step counter on every horizontal axis.
 
     Args:
         wandb: The module.
         run: The wandb run.
-        until: The last step that the run has already: those behind a checkpoint are taken again and are the same.
+        until: The last step that the wandb run already has. Steps after a checkpoint run again and give the same
+            values.
     """
 
     def __init__(self, wandb: Any, run: Any, until: int) -> None:
@@ -243,7 +244,7 @@ def open_mirror(
     """Open the mirror that the config names.
 
     Args:
-        config: Which, and what wandb is told of the run.
+        config: The logger, and the settings of wandb.
         folder: The run folder.
         settings: The configuration, as a mirror shows it.
         resumed_at: The step of the checkpoint of a resumed run. None for a new run.

@@ -54,7 +54,7 @@ class Run:
 
 
 def train(run: Run) -> None:
-    """Train up to `config.iterations`, the first steps with a memory tracker open if the config wants one."""
+    """Train up to `config.iterations`. With `memory.enabled`, a memory tracker watches the first steps."""
     config = run.config
     tracked = min(config.memory.outer_steps, config.iterations) if config.memory.enabled else 0
     if run.step == 0:
@@ -71,7 +71,7 @@ def train(run: Run) -> None:
 def outer_step(
     run: Run, tracker: mg.MemoryTracker | None
 ) -> tuple[mg.tasks.Batch, mg.meta.MetaOutput | None]:
-    """Sample tasks, adapt to them, and update the meta-parameters. The output is None as for `outer.step`."""
+    """Sample tasks, adapt to them, and update the meta-parameters. The output may be None, as in `outer.step`."""
     with nullcontext() if tracker is None else tracker.outer(run.step):
         with _phase(tracker, "sample"):
             source = run.parts.generator
@@ -94,7 +94,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def evaluate_split(run: Run, split: str, *, num_tasks: int) -> dict[str, Interval]:
-    """Evaluate a run on tasks of its "validation" or "test" split, the same ones each time."""
+    """Evaluate a run on tasks of its "validation" or "test" split. Every call uses the same tasks."""
     config = run.config.evaluate
     return evaluate(
         run.parts.algorithm,
@@ -130,7 +130,7 @@ def _advance(run: Run, bar: Progress[Any], *, until: int, tracker: mg.MemoryTrac
 
 
 def _iterate(run: Run, bar: Progress[Any], tracker: mg.MemoryTracker | None) -> None:
-    """Take one outer step and record it. On return its batch and output are free."""
+    """Take one outer step and record it. Its batch and output are freed before this function returns."""
     start = time.perf_counter()
     batch, out = outer_step(run, tracker)
     if (advance := getattr(run.parts.algorithm, "advance", None)) is not None:

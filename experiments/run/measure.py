@@ -82,7 +82,7 @@ def changes(call: Callable[[], object]) -> tuple[object, list[int]]:
 
 
 def cpu_seconds(call: Callable[[], object], calls: int = 1) -> float:
-    """Return the CPU seconds of the fastest of some calls.
+    """Return the CPU seconds of the fastest call.
 
     Args:
         call: The function to run.
@@ -118,7 +118,7 @@ def answered(
         "MKL_NUM_THREADS": str(threads),
         **environment,
     }
-    # In a session of its own, so that a compiler's helpers can be ended with it.
+    # A separate session, so that a compiler's child processes end with it.
     with subprocess.Popen(
         command,
         stdin=pipe,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class JsonLines:
     """Append rows to a file and flush after each row.
 
-    Floats are written as `repr` does, which loses nothing.
+    Floats are written by `repr`, which is exact.
 
     Args:
         path: The file.
@@ -83,7 +83,7 @@ def last_values(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def check_metric(name: str, rows: list[dict[str, Any]]) -> None:
-    """Raise `ValueError` for a metric that the first validation does not have and the end of the run will not have.
+    """Raise `ValueError` for a metric that neither the first validation nor the end of the run has.
 
     Raises:
         ValueError: As `value_of`.

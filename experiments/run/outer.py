@@ -1,4 +1,4 @@
-"""The outer step: the loss after adaptation, its gradient, and a step of any optimizer, closure or not."""
+"""The outer step: the loss after adaptation, its gradient, and a step of any optimizer, with or without a closure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 
 
 def step(parts: Parts, batch: Batch, phase: Phase, ranks: Ranks | None = None) -> MetaOutput | None:
-    """Adapt to the tasks of a batch, move the meta-parameters, and return what the algorithm returned before it.
+    """Adapt to the tasks of a batch, update the meta-parameters, and return the output from before the update.
 
     Each process has a share of the batch, and all processes use the gradient of the whole batch. If
     `nonfinite="skip"` and no task of this process is finite, the result is None and the process uses the gradient
@@ -41,7 +41,7 @@ def step(parts: Parts, batch: Batch, phase: Phase, ranks: Ranks | None = None) -
     with phase("backward"), ranks.averaging(parts.module, weight):
         if out is not None:
             with _noted(failures) if may_fail else nullcontext():
-                # An optimizer that uses curvature takes it while the graph of the loss is there.
+                # Second-order optimizers measure the curvature here, while the graph of the loss exists.
                 getattr(parts.optimizer, "backward", Tensor.backward)(out.loss)
     if failures and all(p.grad is None for p in parts.module.parameters()):
         raise failures[0]
@@ -69,7 +69,7 @@ def _step_by_closure(parts: Parts, batch: Batch, phase: Phase) -> MetaOutput:
         except FloatingPointError:
             if not first:
                 raise
-            loss = _infinite(parts)  # a step that was tried and went too far: for the optimizer to reject
+            loss = _infinite(parts)  # a trial step that was too long, which the optimizer rejects
         else:
             first.append(out if not first else None)
             loss = known_loss(parts, batch, out)
@@ -82,10 +82,10 @@ def _step_by_closure(parts: Parts, batch: Batch, phase: Phase) -> MetaOutput:
 
 
 def known_loss(parts: Parts, batch: Batch, out: MetaOutput) -> Tensor:
-    """Return the loss as one call of the loss function where that is the same number.
+    """Return the loss as one call of the loss function if this has the same value.
 
     Gauss-Newton and Fisher methods look for one call of the loss, on predictions without a `vmap` axis. The value is
-    the same for a mean over examples if every task has as many examples.
+    the same for a mean over examples if all tasks have the same number of examples.
     """
     kept = ~out.skipped
     predictions, targets = out.query_outputs[kept], batch.query.y[kept]

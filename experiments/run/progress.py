@@ -26,7 +26,7 @@ class Lines:
         self._due, self._shown, self._last = time.monotonic() + FIRST, "", ""
 
     def write(self, text: str) -> None:
-        """Take what a bar writes: itself again and again, blanks that clear it, and a line feed at its end."""
+        """Take what a bar writes: the bar many times, blanks that clear it, and a line feed at the end."""
         self._last = text.strip() or self._last
         is_last = text == "\n" and self._shown
         if self._last != self._shown and (is_last or time.monotonic() >= self._due):
@@ -44,8 +44,8 @@ class Progress(tqdm, Generic[T]):
         over: The iterable. None if `update()` counts.
         total: The number of items. None for the length of `over`.
         unit: The name of an item, in the singular.
-        initial: How much was done before.
-        hidden: Whether to show nothing, as in all processes of a run but one.
+        initial: The number of items that were done before.
+        hidden: Whether to show nothing, as in all processes of a run except the first.
         leave: Whether the bar stays when all is done.
     """
 
@@ -65,6 +65,6 @@ class Progress(tqdm, Generic[T]):
 
 
 def tell(text: str = "", end: str = "\n") -> None:
-    """Print a part of a table to standard output, above a bar that is drawn."""
+    """Print a part of a table to standard output, above the bar."""
     tqdm.write(text, file=sys.stdout, end=end)
     sys.stdout.flush()

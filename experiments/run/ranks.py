@@ -48,12 +48,12 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return 1 if self.group is None else self.group.size()
 
     @property
     def rank(self) -> int:
-        """Which one this is."""
+        """The index of this process."""
         return 0 if self.group is None else self.group.rank()
 
     @property
@@ -62,7 +62,7 @@ class Ranks:
         return self.rank == 0
 
     def check(self, config: Config, parts: Parts) -> None:
-        """Raise for a run that several processes cannot compute together.
+        """Raise an error if several processes cannot compute the run together.
 
         Raises:
             ValueError: There are too few tasks, or the optimizer needs more than the averaged gradient.
@@ -93,9 +93,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def averaging(self, module: torch.nn.Module, weight: float) -> Iterator[None]:
-        """Average the gradients of a backward pass, and buffers that move, over all tasks.
+        """Average the gradients of a backward pass and the changed buffers over all tasks.
 
-        `weight` is how many tasks count here.
+        `weight` is the number of tasks that count in this process.
         """
         yield
         if self.size > 1:
@@ -104,7 +104,7 @@ class Ranks:
                 average_buffers(module, weight=weight, group=self.group)
 
     def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Return means over all tasks, of means over the tasks of each process, which are `weight` many."""
+        """Return means over all tasks, given the means over the `weight` tasks of each process."""
         if self.size == 1:
             return dict(values)
         everyone = [(part, number) for part, number in self.gathered((dict(values), weight)) if number]
@@ -112,11 +112,11 @@ class Ranks:
         return {name: math.fsum(part[name] * n for part, n in everyone) / total for name in everyone[0][0]}
 
     def total(self, number: int) -> int:
-        """Return the sum of a number."""
+        """Return the sum of a number over processes."""
         return self._reduced(number, dist.ReduceOp.SUM)
 
     def largest(self, number: int) -> int:
-        """Return the largest of a number."""
+        """Return the maximum of a number over processes."""
         return self._reduced(number, dist.ReduceOp.MAX)
 
     def _reduced(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
@@ -128,7 +128,7 @@ class Ranks:
         return int(value)
 
     def gathered(self, value: T) -> list[T]:
-        """Return a value, which can be pickled, of every process."""
+        """Return a picklable value of every process."""
         if self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size
@@ -138,7 +138,7 @@ class Ranks:
 
 
 def counted(out: MetaOutput) -> int:
-    """Return over how many tasks the loss of a meta-batch is a mean."""
+    """Return the number of tasks over which the loss of a meta-batch is averaged."""
     return int((~out.skipped).sum())
 
 
@@ -167,7 +167,7 @@ def joined(uses_cuda: bool) -> Iterator[Ranks]:
         torch.cuda.set_device(local)
     with _told():
         store, rank, size = next(rendezvous("env://"))
-        # torchrun keeps the store when it starts processes again, and with it addresses of those that have ended.
+        # torchrun keeps the store when it restarts processes, so the store has addresses of processes that have ended
         store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -221,14 +221,14 @@ def _key(argument: str) -> str:
 
 
 def _is_place(argument: str) -> bool:
-    """Say whether an argument says where a run writes: a checkpoint file that it starts from does not."""
+    """Say whether an argument says where a run writes: A checkpoint file that a run starts from does not."""
     value = Path(argument.partition("=")[2].strip("'\""))
     return _key(argument) == "hydra.run.dir" or (_key(argument) == "resume" and value.is_dir())
 
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Raise one sentence if another process has ended."""
+    """Raise an error of one sentence if another process has ended."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""The result of a run: test metrics, and the protocol without which they mean nothing."""
+"""The result of a run: test metrics with their protocol."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ POLICIES = {
 
 
 def judge(run: Run) -> dict[str, Any]:
-    """Evaluate on test tasks and return the result, as `result.json` holds it."""
+    """Evaluate on test tasks, and return the result in the form of `result.json`."""
     intervals = evaluate_split(run, "test", num_tasks=run.config.evaluate.tasks)
     metrics = {f"test/{name}": interval._asdict() for name, interval in intervals.items()}
     return {"step": run.step, "seed": run.config.seed, "protocol": protocol(run), "metrics": metrics}
 
 
 def protocol(run: Run) -> dict[str, Any]:
-    """Return what must be known to compare the result with another."""
+    """Return the settings that a comparison with another result needs."""
     config, model = run.config, run.parts.model
     batch_norm = any(isinstance(module, NORMS) for module in model.modules())
     policy = POLICIES[getattr(run.parts.algorithm, "norm", None)]
@@ -57,7 +57,7 @@ def protocol(run: Run) -> dict[str, Any]:
 
 
 def describe(tasks: TaskDistribution) -> str:
-    """Return the distribution in words: its own, if it has any."""
+    """Return the distribution in words: its own seed, if it has one."""
     own = getattr(tasks, "protocol_description", None)
     if own is not None:
         return own
@@ -74,7 +74,7 @@ def write(folder: Path, result: dict[str, Any]) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename the result of a run that is resumed, so that its name has the step."""
+    """Add the step to the name of the result of a run that is resumed."""
     file = folder / FILE
     if file.exists():
         step = json.loads(file.read_text())["step"]

@@ -1,7 +1,7 @@
 """Resuming a run: `resume=FOLDER` continues in that folder, `resume=FILE` starts a new run from a checkpoint.
 
 A folder brings its own overrides, so `python -m experiments.train resume=FOLDER` is the whole command. Overrides on
-the command line take precedence. A file holds only a state, so repeat the overrides of its run. If the file is
+the command line take precedence. A file holds only the state, so repeat the overrides of its run. If the file is
 inside a run folder, the new run copies the metrics up to the checkpoint, and the folder stays the same.
 `resume=auto` is for commands that are repeated unchanged, by a cluster that requeues a job or by a sweep. It
 resumes from the checkpoint of the run's own folder, if there is one.
@@ -25,14 +25,14 @@ AUTO = "auto"
 
 
 def settled(path: str | None, folder: Path) -> str | None:
-    """Return what a run in a folder resumes: ``"auto"`` is the folder where it has a checkpoint, else nothing."""
+    """Return the path that a run resumes. ``"auto"`` is the run's own folder if it has a checkpoint, else None."""
     if path != AUTO:
         return path
     return str(folder) if (folder / checkpoint.FILE).is_file() else None
 
 
 def command_line(arguments: list[str]) -> list[str]:
-    """Return the command line, completed from the run folder it resumes, if it resumes one.
+    """Return the command line. If it resumes a run folder, the overrides of that folder are added.
 
     Raises:
         ValueError: The folder is not a run folder, or the command line has `-m` or another folder.
@@ -59,7 +59,7 @@ def command_line(arguments: list[str]) -> list[str]:
 
 
 def checkpoint_file(path: str) -> Path:
-    """Return the checkpoint that `resume=PATH` means."""
+    """Return the checkpoint file of `resume=PATH`."""
     return Path(path) / checkpoint.FILE if Path(path).is_dir() else Path(path)
 
 
@@ -75,7 +75,7 @@ def how_to(folder: Path) -> str:
 
 
 def copy_history(file: Path, folder: Path) -> None:
-    """Give a new run the metrics of the run its checkpoint comes from."""
+    """Copy the metrics of the run that the checkpoint comes from into a new run."""
     source = file.parent.parent
     for name in HISTORIES:
         if source.resolve() != folder.resolve() and (source / name).is_file():

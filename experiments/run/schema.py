@@ -27,13 +27,13 @@ class LoggerName(Enum):
 
 
 def key(sentence: str, default: Any = MISSING, *, least: int = 1) -> Any:
-    """Return a field with the sentence that `--help` prints of it, and the least value if it is an integer."""
+    """Return a field with its sentence for `--help`, and with its minimum if it is an integer."""
     return field(default=default, metadata={"help": sentence, "least": least})
 
 
 @dataclass
 class Target:
-    """Something `build()` instantiates: the dotted name of a class or function, and its arguments.
+    """An object that `build()` creates: the dotted name of a class or function, and its arguments.
 
     `--help` prints the docstring of the target for each key.
     """
@@ -43,7 +43,7 @@ class Target:
 
 @dataclass
 class Custom:
-    """A target of the user's: `args` are its arguments, whatever they are."""
+    """A target from the user's code, with any arguments in `args`."""
 
     args: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "The arguments of the target, by name: {width: 64}."}
@@ -64,20 +64,20 @@ class Task(Target):
 
 @dataclass
 class CustomTask(Task, Custom):
-    """A distribution of the user's, an object with `sample(num_tasks, generator=...)`.
+    """A distribution from the user's code: an object with `sample(num_tasks, generator=...)`.
 
-    An argument `queries` is `evaluate.queries` where tasks are evaluated, and `split` is "validation" or "test".
+    If tasks are evaluated, `queries` is set to `evaluate.queries`, and `split` to "validation" or "test".
     """
 
 
 @dataclass
 class Data(Target):
-    """A data set of pairs (x, label), that tasks are made of."""
+    """A data set of pairs (x, label) for few-shot tasks."""
 
 
 @dataclass
 class CustomData(Data, Custom):
-    """A data set of the user's."""
+    """A data set from the user's code."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Model(Target):
 
 @dataclass
 class CustomModel(Model, Custom):
-    """A network of the user's."""
+    """A network from the user's code."""
 
 
 @dataclass
@@ -97,12 +97,12 @@ class InnerRule(Target):
 
 @dataclass
 class CustomRule(InnerRule, Custom):
-    """A rule of the user's, or one that is made of others: `chain`, `mask`, `schedule`."""
+    """A rule from the user's code, or a rule made of other rules: `chain`, `mask`, `schedule`."""
 
 
 @dataclass
 class Hypergradient(Target):
-    """How the meta-gradient is computed, where it is not by differentiating through all inner steps."""
+    """The method of the meta-gradient, if it does not differentiate through all inner steps."""
 
 
 @dataclass
@@ -123,12 +123,12 @@ class Algorithm(Target):
 
 @dataclass
 class CustomAlgorithm(Algorithm, Custom):
-    """An algorithm of the user's: of the protocol `metagrad.meta.Algorithm`."""
+    """An algorithm from the user's code, which follows the protocol `metagrad.meta.Algorithm`."""
 
 
 @dataclass
 class Optimizer(Target):
-    """The optimizer of the outer loop, of parameters."""
+    """The optimizer of the outer loop, which updates the meta-parameters."""
 
     _partial_: bool = True
     lr: float = key("The step size.")
@@ -136,12 +136,12 @@ class Optimizer(Target):
 
 @dataclass
 class CustomOptimizer(Optimizer, Custom):
-    """An optimizer of the user's. It receives a closure if its `step` requires one."""
+    """An optimizer from the user's code. It receives a closure if its `step` requires one."""
 
 
 @dataclass
 class Schedule(Target):
-    """The learning-rate schedule of the outer loop, one tick per iteration."""
+    """The learning-rate schedule of the outer loop, which advances once per iteration."""
 
     _partial_: bool = True
 

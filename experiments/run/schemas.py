@@ -1,4 +1,4 @@
-"""Schemas made of signatures: a key for each argument, with the type, default and sentence that it has there."""
+"""Schemas made of signatures: a key for each argument, with its type, default and docstring sentence."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Argument(NamedTuple):
     annotation: str
     default: Any
     sentence: str
-    inherited: bool  # whether it is an argument of the class above, which takes `**arguments`
+    inherited: bool  # whether it is an argument of the base class, passed on by `**arguments`
 
 
 def arguments(make: Any, inherited: bool = False) -> Iterator[Argument]:
-    """Yield the arguments of a class or a function, and after them those that it passes on to the class above."""
+    """Yield the arguments of a class or a function, and then the arguments that it passes on to its base class."""
     sentences, passes_on = arguments_of(f"{make.__module__}.{make.__qualname__}"), False
     for name, argument in inspect.signature(make).parameters.items():
         if argument.kind is inspect.Parameter.VAR_KEYWORD:
@@ -73,7 +73,7 @@ def arguments(make: Any, inherited: bool = False) -> Iterator[Argument]:
 
 
 def _chosen_by(make: type) -> set[str]:
-    """Return the arguments of the class above that a class sets itself, in its call of `super().__init__`."""
+    """Return the arguments of the base class that a class sets in its call of `super().__init__`."""
     calls = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(make.__init__))))
     above = (
         call for call in calls if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"
@@ -98,7 +98,7 @@ def schema_of(
         types: Types of keys by the first word of an annotation.
         other: The type of the other keys. None leaves them out.
         without: Arguments that have no key.
-        defaults: Defaults that differ from the defaults of the class.
+        defaults: Defaults, if they differ from the defaults of the class.
     """
     make = get_object(target)
     keys: dict[str, tuple[str, Any, Any]] = {"_target_": ("_target_", str, key("What is built.", target))}
@@ -175,7 +175,7 @@ def own_keys(config: Algorithm) -> set[str]:
 
 
 def given(config: Algorithm) -> dict[str, Any]:
-    """Return the target and its arguments, without those that are passed on to `MAML` at their default."""
+    """Return the target and its arguments, without arguments of `MAML` that have their default."""
     own, settings = own_keys(config), asdict(config)
     left = {
         item.name for item in fields(config) if item.metadata.get("inherited") and _is_default(config, item)
@@ -231,22 +231,22 @@ MODELS: dict[str, type[Model]] = {
 DATASETS: dict[str, type[Data]] = {
     "folders": schema_of("metagrad.tasks.ImageFolders", Data, types=TASK_KINDS)
 }
-"""Schemas of what few-shot tasks are made of."""
+"""Schemas of the data sets and parts of few-shot tasks."""
 
 
 LEFT_OUT = ("maximize", "foreach", "capturable", "differentiable", "fused", "group")
-"""Arguments without a use in a program, and the process group, which a run knows already."""
+"""Arguments that a program does not use, and the process group, which the run already knows."""
 
 
 def _fits(name: str) -> bool:
-    """Return whether the outer loop can use an optimizer: it has no model, whose layers KFAC observes, and biases."""
+    """Return whether the outer loop can use an optimizer. It has no layers for KFAC, and it has biases."""
     made = getattr(optim, name)
     is_optimizer = isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
     return is_optimizer and made is not optim.Muon and "model" not in inspect.signature(made).parameters
 
 
 def _option(name: str) -> str:
-    """Return a class's name in snake case, or as its functional form or its paper has it."""
+    """Return the name of a class in snake case, or the name of its functional form or of its paper."""
     return name.lower() if name.lower() in ("adahessian", *rules.__all__) else option_name(name)
 
 

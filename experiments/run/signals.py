@@ -25,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
         self.status = 128 + number
 
     def ending(self, how_to_go_on: str) -> Interrupted:
-        """Return the same, with what to do next."""
+        """Return the same error, with the next command."""
         words = f"{self} {how_to_go_on}" if how_to_go_on else f"{self} There is no checkpoint to go on from."
         return Interrupted(self.number, words)
 
@@ -37,7 +37,7 @@ which passes the signal on. A second SIGINT comes from a person and counts."""
 
 @dataclass
 class Deferred:
-    """The signal that waits for the end of a step, if one does, and since when."""
+    """The signal that waits for the end of a step, and its time. None if no signal waits."""
 
     number: int | None = None
     since: float = 0.0
@@ -86,7 +86,7 @@ def _handle(number: int, frame: Any) -> None:
     if _deferred is None or _deferred.number is not None:
         raise Interrupted(number)
     _deferred.number, _deferred.since = number, now
-    # Not by a logger or a stream: one of them may be what the signal has interrupted.
+    # This avoids loggers and streams, since the signal may have interrupted one of them.
     os.write(
         2, f"\n{signal.Signals(number).name}: saving after this step; once more to stop at once.\n".encode()
     )

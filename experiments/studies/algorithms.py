@@ -92,7 +92,7 @@ def evaluated(config: AlgorithmsConfig, protocol: Protocol, algorithm: str, work
 def _on_new_tasks(
     parts: build.Parts, tasks: Any, settings: Config, number: int, steps: int | None
 ) -> dict[str, Interval]:
-    """Return what an algorithm comes to on new tasks, the same ones each time."""
+    """Return the metrics of an algorithm on new tasks. Every call uses the same tasks."""
     return evaluate(
         parts.algorithm,
         tasks,
@@ -130,7 +130,7 @@ def report(results: list[Result], config: AlgorithmsConfig) -> str:
 
 
 def figures(results: list[Result], config: AlgorithmsConfig, folder: Path) -> list[Path]:
-    """Write the curves that pages draw, and draw all of them."""
+    """Write the curves for the pages of the site, and draw them."""
     found = {name: _of(results, name) for name in config.protocols}
     panels = [_panel(config.protocols[name], runs) for name, runs in found.items() if runs]
     write_panels(folder / "curves.json", panels)

@@ -1,7 +1,8 @@
 r"""Poison a citation graph: `python -m experiments.studies.attack [seeds=[0]] [fraction=0.05] [KEY=VALUE ...]`.
 
-Metattack flips edges of Cora by the gradient of training through a sparse adjacency matrix. As many edges are added
-at random. A graph convolutional network (Kipf, Welling, ICLR 2017) is trained on each graph, and defended.
+Metattack flips edges of Cora by the gradient of training through a sparse adjacency matrix. For comparison, the same
+number of random edges are added. A graph convolutional network (Kipf, Welling, ICLR 2017) is trained on each graph,
+with and without defenses.
 
 .. math:: \max_{A'} \; \mathcal{L}_{\text{atk}}(\theta_T(A'), A'), \qquad
           \theta_{t+1} = \theta_t - \alpha \nabla_\theta \mathcal{L}_{\text{train}}(\theta_t, A')
@@ -10,8 +11,8 @@ The surrogate is the linear graph network :math:`\hat A^2 X W`. The attack drive
 gives to the unlabelled nodes of the clean graph (Meta-Self). Each meta-gradient flips one edge: the one that
 raises the loss most to first order. Zügner, Günnemann, "Adversarial attacks on graph neural networks via meta
 learning", ICLR 2019, algorithm 2, without its test of the degree distribution. The candidates are the edges and a
-block of pairs that are no edges. After each flip the better half of the block stays and the rest is drawn again
-(Geisler et al., NeurIPS 2021, section 3). So memory grows with the candidates, not with all pairs of nodes.
+block of other pairs. After each flip the better half of the block stays and the rest is drawn again (Geisler et al.,
+NeurIPS 2021, section 3). So memory grows with the candidates, not with all pairs of nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 import metagrad as mg
 from experiments.run.files import markdown
 from experiments.run.measure import peak_bytes
-from experiments.run.plots.style import BLUE, MUTED, VERMILION, figure, legend_below
+from experiments.run.plots.style import BLUE, MUTED, VERMILION, figure, label_lines
 from experiments.run.progress import Progress
 from experiments.run.schema import key
 from experiments.studies.citations import Citations, largest_component, load, normalized
@@ -41,7 +42,7 @@ from metagrad.sparse import Pattern, SparseTensor
 Params = dict[str, Tensor]
 HIDDEN, DROPOUT = 16, 0.5  # as Kipf and Welling's
 WEIGHT_DECAY, LR = 5e-4, 0.01
-LEAST_JACCARD = 0.01  # below: no word in common
+LEAST_JACCARD = 0.01  # a lower similarity means that two papers have no word in common
 TITLES = {
     "clean": "as it is",
     "no edges": "no edges: words only",
@@ -162,7 +163,7 @@ class Metattack:
 
 
 def refilled(absent: Tensor, edges: Tensor, size: int, nodes: int, generator: torch.Generator) -> Tensor:
-    """Return ``size`` keys of pairs that are no edges: the given ones, and more at random."""
+    """Return ``size`` keys of pairs without an edge: the given keys, and further random keys."""
     while len(absent) < size:
         drawn = torch.randint(nodes, (2 * (size - len(absent)) + 16, 2), generator=generator)
         keys = keys_of(drawn[drawn[:, 0] != drawn[:, 1]].sort(1).values, nodes)
@@ -184,18 +185,18 @@ def rows(matrix: Any, nodes: Tensor) -> Any:
 
 
 def is_last(pairs: Tensor, nodes: int) -> Tensor:
-    """Return for each pair whether one of its nodes has no other."""
+    """Return for each pair whether one of its nodes has no other edge."""
     degrees = pairs.flatten().bincount(minlength=nodes)
     return (degrees[pairs] == 1).any(1)
 
 
 def keys_of(pairs: Tensor, nodes: int) -> Tensor:
-    """Number the pairs of nodes."""
+    """Return a key for each pair of nodes."""
     return pairs[:, 0] * nodes + pairs[:, 1]
 
 
 def pairs_of(keys: Tensor, nodes: int) -> Tensor:
-    """Return the pairs of nodes that have these numbers, ``[pairs, 2]``."""
+    """Return the pairs of nodes with these keys, ``[pairs, 2]``."""
     return torch.stack([keys // nodes, keys % nodes], 1)
 
 
@@ -367,9 +368,9 @@ mode, {dense / sparse:.0f} times as much.
 def figures(results: list[Result], config: AttackConfig, folder: Path) -> list[Path]:
     """Draw the accuracy over the flipped edges, with the range over seeds."""
     path, first = folder / "attack.png", results[0]
-    with figure(path, size=(6.4, 4)) as axes:
+    with figure(path, size=(7, 4)) as axes:
         axis = axes[0, 0]
-        kinds = {"random": (BLUE, "Edges added at random"), "metattack": (VERMILION, "Metattack")}
+        kinds = {"random": (BLUE, "Random edges"), "metattack": (VERMILION, "Metattack")}
         for kind, (color, label) in kinds.items():
             names = ["clean", *(name for name in first["graphs"] if name.startswith(f"{kind} "))]
             x = [100 * first["graphs"][name]["flips"] / first["edges"] for name in names]
@@ -377,11 +378,12 @@ def figures(results: list[Result], config: AttackConfig, folder: Path) -> list[P
             axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=color, alpha=0.15, linewidth=0)
             axis.plot(x, list(map(statistics.mean, y)), color=color, marker="o", markersize=4, label=label)
         words = statistics.mean(means(results, "no edges"))
-        axis.axhline(words, color=MUTED, linestyle="--", linewidth=1.2, label="Words only, no graph")
+        axis.axhline(words, color=MUTED, linestyle="--", linewidth=1.2, label="Only words, no graph")
         axis.set(xlabel="Edges flipped (%)", ylabel="Test accuracy of a graph network (%)")
-        axis.set_title("Cora, poisoned by the gradient of training")
+        drop = statistics.mean(y[0]) - statistics.mean(y[-1])
+        axis.set_title(f"Metattack on {x[-1]:.0f} % of the edges costs {drop:.1f} points of accuracy")
         axis.grid(axis="y")
-        legend_below(axis, columns=3)
+        label_lines(axis)
     return [path]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import metagrad as mg
 from experiments.run.files import markdown
 from experiments.run.measure import cpu_seconds
-from experiments.run.plots.style import BLUE, INK, ORANGE, SKY, VERMILION, figure
+from experiments.run.plots.style import BLUE, GREEN, INK, ORANGE, VERMILION, figure, label_lines
 from experiments.run.schema import key
 from experiments.studies import characters as omniglot
 from experiments.studies.characters import Examples, by_drawers
@@ -33,14 +33,14 @@ PRODUCT = 2.0  # gradients that a Hessian-vector product counts as
 DRAWERS = 20
 SHARPNESS = 5.0  # of softplus: close to ReLU, but with curvature
 ROUND = 2.5  # total length of the steps of a sign attack, in units of epsilon
-FLAT = 1e-3  # slopes below this part of an image's mean are taken for as large
+FLAT = 1e-3  # minimum slope of a pixel, relative to the mean slope of the image
 TIMINGS = 5
 ALL = "all attacks"
 DEFENCES = {
     "plain": ("none", INK),
     "gradient": ("gradient penalty", ORANGE),
     "cure": ("CURE", BLUE),
-    "curvature": ("Hessian penalty", SKY),
+    "curvature": ("Hessian penalty", GREEN),
     "adversarial": ("adversarial training", VERMILION),
 }
 ATTACKS = ("I-FGSM", "PGD", "PGD, margin", "Newton", "Newton, margin")
@@ -60,11 +60,11 @@ class DefenseConfig:
 
 @dataclass
 class ImagesConfig(StudyConfig):
-    """Each seed has its own characters and test drawings."""
+    """Each seed has its own characters and test images."""
 
     defenses: list[str] = key("The networks that are trained: plain, gradient, cure, curvature, adversarial.")
     classes: int = key("Characters of Omniglot's background set.")
-    held_out: int = key("Drawings of each character, of 20, that are the test images.")
+    held_out: int = key("Number of test images of each character, of 20.")
     width: int = key("Channels of the first convolution; the others have twice as many.")
     steps: int = key("Steps of Adam; a defense starts after a quarter, and is complete after two thirds.")
     batch: int = key("Images of a step.")
@@ -76,7 +76,7 @@ class ImagesConfig(StudyConfig):
 
 
 def characters(config: ImagesConfig, seed: int) -> tuple[Examples, Examples]:
-    """Draw characters and the writers whose images are held out, and return training and test images."""
+    """Sample characters and held-out writers, and return training and test images."""
     generator = torch.Generator().manual_seed(seed)
     images = omniglot.load("background", config.classes, generator=generator, key="attack_images: classes")
     order = torch.randperm(DRAWERS, generator=generator)
@@ -93,7 +93,7 @@ def network(classes: int, width: int, size: int) -> nn.Sequential:
 
 
 def is_right(model: nn.Module, images: Examples) -> Tensor:
-    """Return which images are classified right, ``[n]``."""
+    """Return whether each image is classified correctly, ``[n]``."""
     with torch.no_grad():
         return model(images.x).argmax(1) == images.y
 
@@ -104,7 +104,7 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def margin(logits: Tensor, y: Tensor) -> Tensor:
-    """Return by how much the best wrong class exceeds the right one (Carlini, Wagner, S&P 2017, section V)."""
+    """Return the best incorrect logit minus the correct logit (Carlini, Wagner, S&P 2017, section V)."""
     right = logits.gather(1, y[:, None])
     return logits.scatter(1, y[:, None], -torch.inf).amax(1) - right[:, 0]
 
@@ -172,9 +172,9 @@ def newton_step(
 
     .. math:: (I + W H W) \, e = -W g, \qquad d = W e, \qquad W^2 = \mathrm{diag}(r / |g|), \qquad |e| \le |W g|
 
-    for the negative loss, where r is how far a pixel may still go downhill. Without curvature :math:`d = -r \,
-    \mathrm{sign}(g)` is the step of FGSM to the corner of the box. Conjugate gradients bend it, and end on the radius
-    where they meet negative curvature. Coleman, Li, "An interior trust region approach for nonlinear minimization
+    for the negative loss, where r is the distance that a pixel may still move downhill. Without curvature :math:`d =
+    -r \, \mathrm{sign}(g)` is the step of FGSM to the corner of the box. Conjugate gradients change the step, and end
+    on the radius at negative curvature. Coleman, Li, "An interior trust region approach for nonlinear minimization
     subject to bounds", SIAM J. Optim. 6(2), 1996, sections 2 and 3. Steihaug, SIAM J. Numer. Anal. 20(3), 1983.
     """
     x = x.detach().requires_grad_()
@@ -220,7 +220,7 @@ def steihaug(product: Callable[[Tensor], Tensor], b: Tensor, most: int) -> tuple
 
 
 def to_sphere(x: Tensor, p: Tensor, radius: Tensor) -> Tensor:
-    """Return how far to go along each row of ``p`` from ``x`` to a sphere around zero."""
+    """Return the length of the step along each row of ``p`` from ``x`` to a sphere around zero."""
     pp, xp, xx = (pair.sum(1, keepdim=True) for pair in (p * p, x * p, x * x))
     return ((xp.square() + pp * (radius.square() - xx)).clamp_min(0).sqrt() - xp) / pp
 
@@ -337,9 +337,9 @@ def slope_and_curvature(model: nn.Module, test: Examples) -> dict[str, float]:
 def attacked(
     model: nn.Module, test: Examples, epsilon: float, config: ImagesConfig, seed: int
 ) -> dict[str, Any]:
-    """Return for each attack pairs of gradients and accuracy, and the accuracy under all of them.
+    """Return pairs of gradients and accuracy for each attack, and the accuracy under all attacks.
 
-    The size of sign steps depends on their number, so each budget is an attack of its own.
+    The size of sign steps depends on their number, so each budget is a separate attack.
     """
     box, generator = Box.around(test.x, epsilon), torch.Generator().manual_seed(seed)
     found: dict[str, Any] = {"epsilon": epsilon}
@@ -358,12 +358,12 @@ def attacked(
 
 
 def percent(right: Tensor) -> float:
-    """Return the percentage that is true."""
+    """Return the percentage of true elements."""
     return 100 * statistics.mean(right.tolist())
 
 
 def at(result: Result, epsilon: float) -> dict[str, Any]:
-    """Return the outcome of attacks of one size."""
+    """Return the results of attacks with one perturbation size."""
     return next(one for one in result["attacks"] if one["epsilon"] == epsilon)
 
 
@@ -401,20 +401,22 @@ of CPU time, and is counted as two.
 
 
 def figures(results: list[Result], config: ImagesConfig, folder: Path) -> list[Path]:
-    """Draw accuracy over epsilon for all defenses."""
-    path, x = folder / "attack_images.png", [0.0, *config.epsilons]
-    with figure(path, size=(5.6, 4)) as axes:
-        axis = axes[0, 0]
+    """Draw accuracy over epsilon for all defenses, with the range over seeds."""
+    path, x, bound = folder / "attack_images.png", [0.0, *config.epsilons], config.defense.epsilon
+    with figure(path, size=(6.6, 4)) as axes:
+        axis, ends = axes[0, 0], {}
         for name, own in by_cell(results).items():
             title, color = DEFENCES[name]
             values = [[one["clean"], *(at(one, epsilon)[ALL] for epsilon in x[1:])] for one in own]
             y = list(zip(*values, strict=True))
             axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=color, alpha=0.1, linewidth=0)
             axis.plot(x, list(map(statistics.mean, y)), color=color, marker="o", markersize=3.5, label=title)
+            ends[title] = statistics.mean(y[x.index(bound)])
+        best, kept = max(ends.items(), key=lambda pair: pair[1])
         axis.set(xlabel="Perturbation size (L-inf)", ylabel="Accuracy under all attacks (%)", ylim=(0, 100))
-        axis.set(xticks=x, title="Defenses")
+        axis.set(xticks=x, title=f"{best} keeps the highest accuracy at {bound:g}: {kept:.0f} %")
         axis.grid(axis="y")
-        axis.legend(fontsize=8)
+        label_lines(axis)
     return [path]
 
 

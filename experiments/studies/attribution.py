@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import metagrad as mg
 from experiments.run.files import markdown
-from experiments.run.plots.style import BLUE, INK, MUTED, VERMILION, figure, legend_below
+from experiments.run.plots.style import BLUE, CYCLE, INK, MUTED, VERMILION, figure, label_lines, legend_below
 from experiments.run.progress import Progress
 from experiments.run.schema import key
 from experiments.studies import characters as omniglot
@@ -65,7 +65,7 @@ BASELINES: dict[str, AttributionMethod] = {
 EXACT, AT_MEAN = "through training", "through training, at the mean weights"
 QUALITIES = (("accuracy", 1), ("metasmoothness", 3), ("slope_error", 2))
 POINTS = 6  # of a learned schedule
-SHOWN = 4  # test images in the picture, each with as many training images on either side
+SHOWN = 4  # test images in the picture, and training images on each side of them
 
 
 @dataclass
@@ -187,7 +187,7 @@ def predictions(work: Work, config: AttributionConfig) -> Result:
 
 
 def wrong_labels(work: Work, config: AttributionConfig) -> Result:
-    """Return how well one derivative finds wrong labels, and what descent on the weights does to the accuracy."""
+    """Return how well one derivative finds wrong labels, and the accuracy after descent on the weights."""
     train, test = load(config.data, work.seed)
     generator = torch.Generator().manual_seed(work.seed)
     wrong = torch.rand(len(train.y), generator=generator) < config.wrong
@@ -242,10 +242,10 @@ def learned_schedule(work: Work, config: AttributionConfig) -> Result:
         "cosine": (1 + (math.pi * steps / training.steps).cos()) / 2,
     }
     best = {}
-    for name, shape in shapes.items():  # each with the scale that validation chooses
+    for name, shape in shapes.items():  # the validation examples choose the scale of each schedule
         candidates = [config.lr * 2**power * shape for power in range(6)]
         best[name] = min(candidates, key=lambda rates: float(loss(run(rates), valid).detach()))
-    # A few points of a piecewise linear curve: free rates would fit the validation examples.
+    # The schedule is piecewise linear with a few points, since free rates would overfit the validation examples.
     places = torch.linspace(0, training.steps - 1, POINTS).round().long()
     logarithms = best["cosine"][places].clamp(min=1e-4).log().requires_grad_()
     outer = torch.optim.Adam([logarithms], lr=0.1)
@@ -322,7 +322,7 @@ def _mean(own: list[Result], name: str, digits: int) -> str:
 
 
 def figures(results: list[Result], config: AttributionConfig, folder: Path) -> list[Path]:
-    """Draw LDS over the share of dropped examples, the learned rates, and images with the examples that mattered."""
+    """Draw LDS over the share of dropped examples, learned rates, and the most influential images."""
     found, files = by_cell(results), []
     if own := found.get("predictions"):
         files += [_draw_lds(own, config, folder), _draw_images(own[0], config, folder)]
@@ -339,25 +339,27 @@ def figures(results: list[Result], config: AttributionConfig, folder: Path) -> l
 
 
 def _draw_lds(own: list[Result], config: AttributionConfig, folder: Path) -> Path:
-    colors = {EXACT: BLUE, AT_MEAN: VERMILION, "influence": INK, "EK-FAC": INK}
-    with figure(folder / "attribution.png", size=(6.4, 3.8)) as axes:
+    colors = (VERMILION, BLUE, INK, MUTED, *CYCLE[2:5])
+    with figure(folder / "attribution.png", size=(7.4, 3.8)) as axes:
         axis = axes[0, 0]
-        for i, name in enumerate([AT_MEAN, EXACT, *BASELINES]):
+        for name, color in zip([AT_MEAN, EXACT, *BASELINES], colors, strict=True):
             rows = [row for row in own[0]["lds"] if row["method"] == name]
             x, y = [100 * row["drop"] for row in rows], [row["lds"] for row in rows]
             errors = [[abs(row["interval"][side] - row["lds"]) for row in rows] for side in (0, 1)]
-            style = {"color": colors.get(name, MUTED), "linestyle": ("-", "-", "-", "--", "-.", "--", ":")[i]}
-            axis.errorbar(x, y, errors, marker="o", capsize=3, label=name, **style)
-        axis.set(xscale="log", ylim=(0, 1.02), xlabel="Dropped training examples (%)", ylabel="LDS")
+            axis.errorbar(x, y, errors, color=color, fmt="none", capsize=3, linewidth=1)
+            axis.plot(x, y, color=color, marker="o", markersize=4, label=name)
+        axis.set(xscale="log", ylim=(0, 1.02), ylabel="Linear datamodeling score (LDS)")
+        axis.set_xlabel("Dropped training examples (%)")
+        axis.minorticks_off()
         axis.set_xticks([100 * drop for drop in config.drops], [f"{100 * drop:g}" for drop in config.drops])
         axis.set_title("Derivatives through the training predict retraining best")
         axis.grid(axis="y")
-        legend_below(axis, columns=2)
+        label_lines(axis)
     return folder / "attribution.png"
 
 
 def _draw_images(one: Result, config: AttributionConfig, folder: Path) -> Path:
-    """Draw test images, each between the training images that helped and harmed it most."""
+    """Draw test images, each between the training images that reduced and increased its loss most."""
     train, test = load(config.data, one["seed"])
     with figure(folder / "examples.png", SHOWN, 2 * SHOWN + 1, size=(7, 3.4)) as axes:
         for i, row in enumerate(axes):
@@ -366,9 +368,9 @@ def _draw_images(one: Result, config: AttributionConfig, folder: Path) -> Path:
                 axis.imshow(source.x[j].reshape(SIZE, SIZE).numpy(), cmap="gray_r")
                 axis.set(xticks=[], yticks=[])
                 axis.set_xlabel(str(int(source.y[j])), fontsize=7, labelpad=1)
-        titles = {SHOWN // 2: "reduced its loss", SHOWN: "test", SHOWN + 1 + SHOWN // 2: "increased it"}
-        for place, title in titles.items():
-            axes[0, place].set_title(title, fontsize=9)
+        titles = ("Reduced its loss most", 0), ("Test image", 0.5), ("Increased its loss most", 0)
+        for place, (title, x) in zip((SHOWN // 2, SHOWN, SHOWN + 1 + SHOWN // 2), titles, strict=True):
+            axes[0, place].set_title(title, loc="center", x=x, fontsize=9)
     return folder / "examples.png"
 
 

@@ -1,4 +1,4 @@
-"""Omniglot's characters as a closed set of classes, whose drawings are split by who drew them."""
+"""Omniglot's characters as a fixed set of classes, with images split by writer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from metagrad.tasks.omniglot.dataset import MAX_LEVEL
 
 
 class Examples(NamedTuple):
-    """Inputs ``[n, ...]``, and what a model should make of them: classes ``[n]`` mostly."""
+    """Inputs ``[n, ...]`` and targets, which are mostly classes ``[n]``."""
 
     x: Tensor
     y: Tensor
 
     def at(self, index: Tensor) -> Examples:
-        """Return some of them."""
+        """Return the examples at some indices."""
         return Examples(self.x[index], self.y[index])
 
     def and_also(self, other: Examples) -> Examples:
-        """Return these and others."""
+        """Return these examples followed by other examples."""
         return Examples(torch.cat([self.x, other.x]), torch.cat([self.y, other.y]))
 
     def batches(self, size: int, seed: int) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Return whole batches, in another order in every pass."""
+        """Return whole batches. Every pass over the examples has a new order."""
         source = torch.Generator().manual_seed(seed)
         data = TensorDataset(self.x, self.y)
         return DataLoader(data, min(size, len(self.y)), shuffle=True, drop_last=True, generator=source)  # type: ignore[reportReturnType]
@@ -63,11 +63,11 @@ def load(
 
 
 def by_drawers(images: Tensor, *drawers: int, classes: Tensor | None = None) -> list[Examples]:
-    """Split what people drew into parts, so that no one is in two of them.
+    """Split images by writer, so that no writer is in two parts.
 
     Args:
         images: Or features, ``[characters, people, ...]``.
-        *drawers: How many people each part has, in their order.
+        *drawers: Number of writers in each part, in their order.
         classes: The classes of the characters. By default each character is a class.
 
     Example:

@@ -26,12 +26,12 @@ class Citations(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """How many papers."""
+        """Number of papers."""
         return len(self.labels)
 
     @property
     def classes(self) -> int:
-        """How many subjects."""
+        """Number of subjects."""
         return int(self.labels.max()) + 1
 
     @property
@@ -58,7 +58,7 @@ def load() -> Citations:
 
 
 def largest_component(graph: Citations, generator: torch.Generator) -> Citations:
-    """Return the largest connected component, of whose nodes a tenth is drawn for training, a tenth for validation.
+    """Return the largest connected component, with random tenths of the nodes for training and validation.
 
     As in Zügner and Günnemann, "Adversarial attacks on graph neural networks via meta learning", ICLR 2019.
     """
@@ -83,7 +83,7 @@ def largest_component(graph: Citations, generator: torch.Generator) -> Citations
 
 
 def ordered(pairs: Tensor) -> Tensor:
-    """Return undirected pairs [edges, 2] once each, the smaller node first, in ascending order."""
+    """Return each undirected pair once, shape [edges, 2], with the smaller node first, in ascending order."""
     return torch.unique(pairs.sort(1).values, dim=0)
 
 

@@ -40,7 +40,7 @@ from metagrad.tasks.omniglot.splits import SPLITS
 
 Params = Mapping[str, Any]
 SPLIT = "background"
-DRAWERS = (8, 8, 4)  # of Omniglot's 20 people: for training, validation, test
+DRAWERS = (8, 8, 4)  # Omniglot's 20 writers: for training, validation, test
 BINS, CELLS = 6, 3  # directions of strokes, and cells along each side, of the features
 METHODS = ("CG", "Neumann", "Nystrom", "T1-T2", "Unroll", "FiniteDifference", "reweight")
 REFERENCES = ("everything", "clean part", "validation alone", "agreeing")
@@ -75,7 +75,7 @@ class CleanConfig(StudyConfig):
     points: int = key("How often the accuracy is measured on the way.")
     alphabets: int = key("Alphabets of Omniglot's background set, the classes.", least=2)
     characters: int = key("Characters of each.")
-    wrong: float = key("The fraction of the training drawings that get another class.")
+    wrong: float = key("The fraction of the training images that get another class.")
     whiten: bool = key("Whiten the features, which makes the Hessian closer to a multiple of the identity.")
     steps: int = key("Outer steps.")
     inner_steps: int = key("Inner steps for each, from where the last ones ended.")
@@ -88,7 +88,7 @@ class CleanConfig(StudyConfig):
 
 @dataclass(frozen=True)
 class Data:
-    """Features `[n, d]` and classes `[n]` to train on, those that are wrong, and examples with their own classes."""
+    """Training examples, a mask `[n]` of their incorrect labels, and examples with correct labels."""
 
     train: Examples
     wrong: Tensor
@@ -99,7 +99,7 @@ class Data:
 
 @lru_cache(maxsize=8)
 def load(alphabets: int, characters: int, wrong: float, is_white: bool, seed: int) -> Data:
-    """Draw alphabets and split their drawings by who drew them, so that no one is in two parts."""
+    """Sample alphabets and split their images by writer, so that no writer is in two parts."""
     generator = torch.Generator().manual_seed(seed)
     members = _members(alphabets, characters, generator)
     images = omniglot.load(SPLIT)[members.flatten()]
@@ -142,7 +142,7 @@ def scaled(x: Tensor, train: Tensor, is_white: bool) -> Tensor:
 
 
 def mislabel(examples: Examples, part: float, classes: int, generator: torch.Generator) -> Examples:
-    """Give a part of the examples, drawn at random, another class, each equally often."""
+    """Give random examples another class. All other classes are equally likely."""
     number = len(examples.y)
     chosen = torch.randperm(number, generator=generator)[: round(part * number)]
     shift = torch.zeros_like(examples.y)
@@ -179,7 +179,7 @@ def losses(examples: Examples, params: Params) -> Tensor:
 
 
 def accuracy(examples: Examples, params: Params) -> float:
-    """Return the percentage of examples that are classified right."""
+    """Return the percentage of examples that are classified correctly."""
     return 100 * (examples.x @ params["weight"]).argmax(1).eq(examples.y).float().mean().item()
 
 
@@ -189,7 +189,7 @@ def zeros(data: Data) -> Params:
 
 
 def weighted(data: Data, penalty: float) -> Callable[[Params, Any], Tensor]:
-    """Return the inner loss of the logits of weights, `hyper["logits"]`."""
+    """Return the inner loss, given the logits of the weights, `hyper["logits"]`."""
 
     def loss(params: Params, hyper: Mapping[str, Tensor]) -> Tensor:
         terms = hyper["logits"].sigmoid() * losses(data.train, params)
@@ -199,7 +199,7 @@ def weighted(data: Data, penalty: float) -> Callable[[Params, Any], Tensor]:
 
 
 def hypergradients(terms: int) -> dict[str, HypergradientMethod]:
-    """Return the hypergradients, which spend the same number of products or steps, or none."""
+    """Return the hypergradient methods. All that need products or steps take the same number."""
     return {
         "CG": CG(steps=terms),
         "Neumann": Neumann(steps=terms, scale=LR),
@@ -223,7 +223,7 @@ class Watch:
     since: float = field(default_factory=time.process_time)
 
     def __call__(self, step: int, params: Params, *_: object) -> None:
-        """Measure if it is due."""
+        """Measure if the next measurement is due."""
         self.spent += time.process_time() - self.since
         if step % self.every == 0:
             self.seconds.append(self.spent)
@@ -233,7 +233,7 @@ class Watch:
 
 
 class Found(NamedTuple):
-    """Weights of the training examples, `[n]` in [0, 1], the network at the end, and the peak bytes of a step."""
+    """Weights of the training examples, `[n]` in [0, 1], the final network, and the peak bytes of a step."""
 
     weights: Tensor
     params: Params
@@ -266,7 +266,7 @@ def learn_weights(data: Data, config: CleanConfig, method: HypergradientMethod, 
 
 
 def reweight(data: Data, config: CleanConfig, watch: Watch) -> Found:
-    r"""Train on batches whose weights are what a step would gain on the validation examples.
+    r"""Train on weighted batches. A weight is the decrease of the validation loss by a step on the example.
 
     .. math:: w_i = \frac{[-\partial_{\epsilon_i} L_{\text{val}}(\theta - \alpha \nabla_\theta \sum_i
               \epsilon_i \ell_i)]_+}{\sum_j [\cdot]_+} \quad\text{at } \epsilon = 0
@@ -343,8 +343,8 @@ def evaluated(data: Data, weights: Tensor, penalties: list[float]) -> dict[str, 
 def detection(weights: Tensor, wrong: Tensor) -> dict[str, float]:
     """Return how well small weights find wrong labels.
 
-    `auc` is the probability that a wrong one has a smaller weight than a right one. `precision` is the percentage of
-    wrong ones among as many of the smallest weights as there are wrong ones.
+    `auc` is the probability that an incorrect label has a smaller weight than a correct label. `precision` is the
+    percentage of incorrect labels among the smallest weights, as many as there are incorrect labels.
     """
     below = (weights[wrong][:, None] < weights[~wrong]).double()
     alike = (weights[wrong][:, None] == weights[~wrong]).double()
@@ -391,7 +391,7 @@ def learned(work: Work, config: CleanConfig, name: str) -> Result:
 
 
 def data_of(config: CleanConfig, seed: int) -> Data:
-    """Load the drawings of a seed."""
+    """Load the images of a seed."""
     return load(config.alphabets, config.characters, config.wrong, config.whiten, seed)
 
 
@@ -408,7 +408,7 @@ def report(results: list[Result], config: CleanConfig) -> str:
     train, validation, test = (config.alphabets * config.characters * number for number in DRAWERS)
     return f"""# Cleaning of labels
 
-{config.alphabets} alphabets of Omniglot, {config.characters} characters of each: {train} drawings to train on, of
+{config.alphabets} alphabets of Omniglot, {config.characters} characters of each: {train} images to train on, of
 which {config.wrong:.0%} have a wrong label, {validation} for validation and {test} for the test, of other
 drawers. Means over {len(config.seeds)} seeds with their standard deviation. Precision is the part of wrong labels
 among as many of the smallest weights as there are wrong labels. MiB is the peak of an outer step.
@@ -427,7 +427,8 @@ def figures(results: list[Result], config: CleanConfig, folder: Path) -> list[Pa
             seconds, accuracies = ([statistics.mean(point) for point in column] for column in points)
             style = {"color": CYCLE[i % len(CYCLE)], "linestyle": ("-", "--")[i // len(CYCLE)]}
             whole = whole or (name, seconds[-1])
-            axis.plot([second / whole[1] for second in seconds], accuracies, label=name, **style)
+            label = TITLES.get(name, name)
+            axis.plot([second / whole[1] for second in seconds], accuracies, label=label, **style)
         for name, (color, dash) in LEVELS.items():
             if name in found:
                 level = statistics.mean(one["accuracy"] for one in found[name])

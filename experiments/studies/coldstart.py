@@ -45,7 +45,7 @@ TRAITS = {"department": 0, "student_age": 16, "lecturer_age": 25}  # where each 
 QUERIES = 5  # ratings that a student is evaluated on
 LOWEST, HIGHEST = 1.0, 5.0
 TABLES = ("lecturer.weight", "lecturer_bias.weight", "course_bias.weight")  # traits have a few dozen rows
-SCALE = 10.0  # ratings: the loss is a sum over them, so that more of a student weigh more
+SCALE = 10.0  # ratings. The loss is a sum over them, so students with more ratings have a larger weight.
 WIDTH, HIDDEN, CONTEXT = 4, 16, 4  # of vectors, units, and entries of the context that CAVIA adapts
 STEPS, LR, OUTER_LR = 3, 0.1, 0.003  # inner steps, the start of the learned inner rates, and the outer rate
 PENALTY = 0.1  # on the squared entries of the tables, for each rating
@@ -53,13 +53,13 @@ RIDGES = tuple(
     itertools.product((5, 10, 20, 30), (2, 5, 10))
 )  # penalties of biases of students and lecturers
 ROWS, WIDE = 32, 16  # of the table of traits, and the width of vectors, in synthetic ratings
-MOST_DENSE = 1000  # MiB that a meta-step with dense tables may be expected to take
+MOST_DENSE = 1000  # maximum expected MiB of a meta-step with dense tables
 LEARNERS = ("maml", "anil", "cavia")
 METHODS = {
     "biases": ("user + item bias", MUTED),
-    "maml": ("MAML, all adapts", VERMILION),
-    "anil": ("ANIL, the head adapts", GREEN),
-    "cavia": ("CAVIA, a context adapts", BLUE),
+    "maml": ("MAML, all parameters adapt", VERMILION),
+    "anil": ("ANIL, only the head adapts", GREEN),
+    "cavia": ("CAVIA, only a context adapts", BLUE),
 }
 
 Predict = Callable[[Examples, dict[str, Tensor]], Tensor]
@@ -68,7 +68,7 @@ Predict = Callable[[Examples, dict[str, Tensor]], Tensor]
 
 @dataclass
 class ColdStartConfig(StudyConfig):
-    """Each seed has students of the test, and a network, of its own."""
+    """Each seed has its own test students and its own network."""
 
     shots: list[int] = key("How many ratings of a student are seen, ascending.", least=0)
     drawn: int = key("Students that are drawn, with repetition, for validation and for the test.")
@@ -88,13 +88,13 @@ class Ratings(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many rows the tables of lecturers, courses and traits have."""
+        """Number of rows in the tables of lecturers, courses and traits."""
         last = {name: int(self.columns[name].max()) + 1 for name in INPUTS}
         traits = max(last[name] for name in TRAITS)
         return {"lecturer": last["lecturer"], "course": 2 * last["lecturer"], "traits": traits}
 
     def tasks(self, part: str, shots: int, queries: int = QUERIES) -> Tabular:
-        """Return the students of a part who have as many ratings."""
+        """Return the students of a part who have enough ratings."""
         return Tabular(
             self.columns,
             task_column="student",
@@ -123,7 +123,7 @@ def load(seed: int) -> Ratings:
 
 
 def split(columns: Mapping[str, np.ndarray], seed: int) -> Ratings:
-    """Add the course, a lecturer's teaching for the own department or for another, and draw the parts."""
+    """Add the course, and draw the parts. A course is a lecturer's teaching for the own or for another department."""
     columns = {**columns, "course": 2 * columns["lecturer"] + columns["service"]}
     columns |= {name: columns[name] + first for name, first in TRAITS.items()}
     students = np.random.default_rng(seed).permutation(np.unique(columns["student"]))
@@ -133,7 +133,7 @@ def split(columns: Mapping[str, np.ndarray], seed: int) -> Ratings:
 
 
 def errors(predict: Predict, batch: Batch, shots: list[int]) -> dict[int, float]:
-    """Return the root mean square error on the query ratings, by how many support ratings were seen."""
+    """Return the root mean square error on the query ratings for each number of support ratings."""
     found = {}
     for seen in shots:
         x, y = batch.support
@@ -145,7 +145,7 @@ def errors(predict: Predict, batch: Batch, shots: list[int]) -> dict[int, float]
 
 @dataclass(frozen=True)
 class Biases:
-    """The mean of all ratings, the bias of each lecturer, and the penalty of a student's bias, in ratings."""
+    """The mean of all ratings, the bias of each lecturer, and the penalty of a student's bias (in ratings)."""
 
     mean: float
     lecturers: Tensor
@@ -207,7 +207,7 @@ def loss_fn(scores: Tensor, given: Tensor) -> Tensor:
 def learner(
     name: str, model: Recommender, *, steps: int = STEPS, lr: float = LR, sparse: Sequence[str] = TABLES
 ) -> mg.MAML:
-    """Return a learner with a learned rate for each parameter that adapts."""
+    """Return a learner with a learned learning rate for each adapted parameter."""
     parts = {"maml": "", "anil": "head.", "cavia": "context"}
     adapted = [each for each, _ in model.named_parameters() if each.startswith(parts[name])]
     rule = mg.optim.rules.sgd(lr={each: nn.Parameter(torch.tensor(lr)) for each in adapted})
@@ -287,7 +287,7 @@ def meta_learning(config: ColdStartConfig, name: str, work: Work) -> Result:
 
 
 def trained(name: str, config: ColdStartConfig, evaluation: Evaluation, work: Work) -> mg.MAML:
-    """Train a network that starts from the biases, and return it at the minimum of the validation error."""
+    """Train a network that starts from the biases, and return its state with the lowest validation error."""
     generator, ratings = torch.Generator().manual_seed(work.seed), evaluation.ratings
     model = Recommender(ratings.sizes, WIDTH, HIDDEN, CONTEXT, evaluation.biases.mean)
     with torch.no_grad():
@@ -349,13 +349,13 @@ def synthetic(config: ColdStartConfig, rows: int, generator: torch.Generator) ->
 
 
 def dense_mib(config: ColdStartConfig, name: str, rows: int) -> float:
-    """Return about what a meta-step of dense tables takes: MAML has one for each student at each inner step."""
+    """Return the approximate MiB of dense tables in a meta-step. MAML has one for each student and inner step."""
     copies = config.students * (STEPS + 1) if name == "maml" else 3
     return copies * rows * (WIDE + 3) * 4 / 2**20
 
 
 def above_biases(found: dict[str, list[Result]], name: str) -> list[tuple[float, ...]]:
-    """Return the error of each seed minus the error of biases, in thousandths, by the number of known ratings."""
+    """Return the error of each seed minus the error of biases (x 10^-3) for each number of known ratings."""
     floors = {} if name == "biases" else {one["seed"]: one["errors"] for one in found.get("biases", [])}
     pairs = [(one["errors"], floors[one["seed"]]) for one in found.get(name, []) if one["seed"] in floors]
     each = [[1000 * (a - b) for a, b in zip(*pair, strict=True)] for pair in pairs]
@@ -412,18 +412,18 @@ def figures(results: list[Result], config: ColdStartConfig, folder: Path) -> lis
                 _draw_sizes(memory, own, "peak_mib", color, style)
         errors.set_xticks(range(len(config.shots)), config.shots)
         errors.axhline(0, color=MUTED, linewidth=1.2)
-        errors.set(
-            xlabel="Ratings of the student that are seen", ylabel="RMSE difference to biases (x 10^-3)"
-        )
-        errors.set_title("New students of InstEval, range of seeds")
-        time.set(ylabel="CPU time (ms)", title="Time of a meta-gradient; dashed: dense")
-        memory.set(ylabel="Peak memory (MiB)", title="Memory of a meta-gradient; dashed: dense")
+        errors.set(xlabel="Known ratings of a student", ylabel="RMSE minus biases' RMSE (x 10⁻³)")
+        errors.set_title("Error on new students, range of seeds")
+        time.set(ylabel="CPU time of a meta-gradient (ms)", title="With sparse=, time is constant")
+        memory.set(ylabel="Peak memory of a meta-gradient (MiB)", title="With sparse=, memory is constant")
         for axis in (time, memory):
             scale = {"xscale": "log", "yscale": "log"} if axis.lines else {}
-            axis.set(xlabel="Rows of the table of lecturers", **scale)
+            axis.set(xlabel="Rows of the embedding table", **scale)
+        for label, style in (("sparse=", "-"), ("dense tables", "--")):
+            time.plot([], [], color=MUTED, linestyle=style, label=label)
         for axis in axes[0]:
             axis.grid(axis="y")
-        legend_below(errors, columns=6)
+        legend_below(errors, time, columns=6)
     return [path]
 
 

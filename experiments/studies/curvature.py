@@ -30,7 +30,7 @@ from metagrad.curvature import Density, Operator
 MOST_COLUMNS, MOST_TICKS = 3, 9
 MARKERS = ("o", "^", "s")
 LR, INNER_LR, INNER_STEPS = 1e-3, 0.01, 5
-WAYS, SHOTS = 20, 10  # characters, and drawings of each
+WAYS, SHOTS = 20, 10  # characters, and images of each
 
 
 @dataclass
@@ -75,7 +75,7 @@ def sinusoid(config: CurvatureConfig, seed: int) -> Problem:
 
 
 def omniglot(config: CurvatureConfig, seed: int) -> Problem:
-    """Return the training loss of an MLP on drawings of characters."""
+    """Return the training loss of an MLP on images of characters."""
     tasks = mg.tasks.Omniglot(ways=WAYS, shots=SHOTS, queries=1)
     x, y = tasks.sample(1, generator=torch.Generator().manual_seed(seed)).support
     model = mg.models.MLP([x[0, 0].numel(), 64, 64, WAYS])
@@ -124,7 +124,7 @@ def measure(operator: Operator, config: Quantities, seed: int) -> tuple[dict[str
         metrics |= {f"eigenvalue/{i}": value.item(), f"eigenvalue/{i}_residual": bound.item()}
     steps, probes = config.density_steps, config.density_probes
     density = smoothed(operator.density(steps=steps, probes=probes, generator=generator))
-    # A Ritz value: the smallest eigenvalue is there or below.
+    # A Ritz value, which is an upper bound of the smallest eigenvalue.
     metrics["eigenvalue/lowest_seen"] = density.nodes.min().item()
     return metrics, density
 
@@ -132,7 +132,7 @@ def measure(operator: Operator, config: Quantities, seed: int) -> tuple[dict[str
 def smoothed(density: Density) -> Density:
     """Widen the Gaussians to what so many Lanczos steps resolve: half the distance of Ritz values in the bulk.
 
-    Narrower ones show a comb of Ritz values where there is a continuum of eigenvalues.
+    A narrower kernel shows single Ritz values instead of a continuum of eigenvalues.
     """
     spread = (density.nodes.max() - density.nodes.min()).item()
     return replace(density, sigma=max(density.sigma, spread / (1.5 * density.nodes.shape[1])))

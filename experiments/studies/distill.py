@@ -1,8 +1,8 @@
 """Distil a data set: `python -m experiments.studies.distill [seeds=[0]] [lengths=[100]] [KEY=VALUE ...]`.
 
-Ten images a class are learned by the gradient of training on them, from an initialization that is drawn again for
-each step. Networks are then trained from fresh initializations on these images, on as many real drawings, and on
-all. The meta-gradients of two networks are measured in every memory mode.
+Ten images per class are learned by differentiating through training. Each step has a new random initialization.
+Networks are then trained on these images, on as many real images, and on all images. The meta-gradients of two
+networks are measured with every checkpointing policy.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by
 from metagrad.tasks._groups import published_splits
 
 Params = dict[str, Tensor]
-DRAWERS = (14, 2, 4)  # of the 20 drawers of each character: for training, validation and test
+DRAWERS = (14, 2, 4)  # the 20 writers of each character: for training, validation and test
 MOMENTUM = 0.9  # of gradient descent on a small set
-INNER_TIME = 2.0  # the learning rate that learning begins with, times the inner steps
+INNER_TIME = 2.0  # the initial learning rate, times the inner steps
 RATES = (0.03, 0.1)  # learning rates on a small set, chosen on the validation images
-WATCH_EVERY = 20  # outer steps between looks at the accuracy on validation drawings
+WATCH_EVERY = 20  # outer steps between evaluations on validation images
 MEMORIES = ("full", "step", "sqrt", "32MiB")
 BACKGROUND: dict[str, int] = published_splits()["Omniglot"]["background"]
 IMAGES, MIB = "images.pt", 2**20
 LIMIT, GAP = 1.5, 2  # limit of the color scale, and pixels between images
-SETS = {"random": "drawn at random", "herding": "herding", "all": "all drawings"}
+SETS = {"random": "random images", "herding": "herding", "all": "all images"}
 TITLES = {"mlp": "64 hidden units", "convnet": "ConvNet"}
 
 
@@ -58,18 +58,18 @@ class DistillConfig(StudyConfig):
     lengths: list[int] = key("Inner steps that images are learned through; each has a set of its own.")
     steps: int = key("Outer steps, each with a meta-gradient.")
     lr: float = key("Learning rate of Adam on images and log inner rate; it falls to zero by a cosine.")
-    batch: int = key("Real drawings that the outer loss is measured on.")
+    batch: int = key("Real images that the outer loss is measured on.")
     memory: Any = key("Memory mode of the unroll: full, sqrt, step, or a budget such as 64MiB.")
     train_steps: int = key(
         "Steps of training on a small set; on learned images also as many as their length."
     )
-    epochs: int = key("Passes over all drawings, by Adam on batches of 128.")
+    epochs: int = key("Passes over all images, by Adam on batches of 128.")
     trials: int = key("Networks that are tested for each set and seed.")
     cost: dict[str, list[int]] = key("The inner steps of the meta-gradients that are measured, by network.")
 
 
 class Alphabets(NamedTuple):
-    """Images ``[n, 1, 28, 28]`` by three groups of people, and the names of the alphabets that are the classes."""
+    """Images ``[n, 1, 28, 28]`` of three groups of writers, and the names of the alphabets, which are the classes."""
 
     train: Examples
     val: Examples
@@ -79,7 +79,7 @@ class Alphabets(NamedTuple):
 
 @functools.cache
 def load(classes: int) -> Alphabets:
-    """Return the alphabets of the background set that have most characters, drawings split by who drew them."""
+    """Return the alphabets of the background set with the most characters. Images are split by writer."""
     if classes > len(BACKGROUND):
         raise ValueError(f"distill: classes must be at most {len(BACKGROUND)}, got {classes}.")
     images = characters.load("background").unsqueeze(2)
@@ -105,7 +105,7 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {"mlp": mlp, "convnet": convne
 
 
 def train(model: nn.Module, examples: Examples, *, lr: float, steps: int) -> nn.Module:
-    """Train by gradient descent on all examples at once, as images are learned through it."""
+    """Train by gradient descent on all examples at once, in the same way as the inner loop of distillation."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=MOMENTUM)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -138,7 +138,7 @@ def random(features: Tensor, count: int) -> list[int]:
 
 
 def herding(features: Tensor, count: int) -> list[int]:
-    """Choose examples greedily, such that the mean of the chosen examples stays close to the mean of all.
+    """Choose examples greedily so that their mean stays close to the mean of all examples.
 
     Welling, "Herding dynamical weights to learn", ICML 2009. For classes of images: Rebuffi et al., "iCaRL", CVPR
     2017, algorithm 4.
@@ -156,7 +156,7 @@ CORESETS: dict[str, Callable[[Tensor, int], list[int]]] = {"random": random, "he
 
 
 def coreset(name: str, examples: Examples, features: Tensor, per_class: int) -> Examples:
-    """Choose as many examples of each class, by their features ``[examples, features]``."""
+    """Choose the same number of examples from each class, by their features ``[examples, features]``."""
     chosen = []
     for label in examples.y.unique():
         own = (examples.y == label).nonzero()[:, 0]
@@ -169,10 +169,10 @@ class Distillation:
 
     Args:
         make: Makes a network.
-        start: The images to begin with, and their classes.
+        start: The initial images, and their classes.
         steps: The number of steps of gradient descent.
-        lr: The learning rate to begin with.
-        memory: Memory mode of the unroll, as of :func:`metagrad.unroll`.
+        lr: The initial learning rate.
+        memory: Checkpointing policy, as in :func:`metagrad.unroll`.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Distillation:
         return F.cross_entropy(functional_call(self._network, params, (batch.x,)), batch.y)
 
     def meta_gradient(self, params: Params, batch: Examples) -> dict[str, Tensor]:
-        """Differentiate the loss on a batch after training from ``params``, with respect to images and log rate."""
+        """Differentiate the loss after training from ``params`` with respect to images and log learning rate."""
         outer = partial(self.outer, batch=batch)
         return mg.hypergradient(outer, self.inner, params, self.hyper, method=self.method)
 
@@ -237,7 +237,7 @@ class Distillation:
 
 
 def everything(config: DistillConfig, work: Work) -> Result:
-    """Train networks on all drawings."""
+    """Train networks on all images."""
     data, networks = load(config.classes), {}
     for name, make in NETWORKS.items():
         trained = [
@@ -248,7 +248,7 @@ def everything(config: DistillConfig, work: Work) -> Result:
 
 
 def chosen(config: DistillConfig, name: str, work: Work) -> Result:
-    """Choose real drawings, by the features of a network that is trained on all, and evaluate them."""
+    """Choose real images by the features of a network that is trained on all images, and evaluate them."""
     data = load(config.classes)
     model = train_on_all(mlp(config.classes), data.train, config.epochs)
     with torch.no_grad():
@@ -257,7 +257,7 @@ def chosen(config: DistillConfig, name: str, work: Work) -> Result:
 
 
 def distillation(config: DistillConfig, network: str, steps: int, memory: str | int) -> Distillation:
-    """Return images to be learned, which begin as random drawings."""
+    """Return images to be learned, which start as random real images."""
     train = load(config.classes).train
     start = coreset("random", train, train.x.flatten(1), config.per_class)
     make = partial(NETWORKS[network], config.classes)
@@ -265,7 +265,7 @@ def distillation(config: DistillConfig, network: str, steps: int, memory: str | 
 
 
 def learned(config: DistillConfig, steps: int, work: Work) -> Result:
-    """Learn images through so many steps, and evaluate them."""
+    """Learn images through some number of steps, and evaluate them."""
     data = load(config.classes)
 
     def watch(step: int, images: Examples, lr: float) -> None:
@@ -321,12 +321,12 @@ def measure(config: DistillConfig, network: str, work: Work) -> Result:
 
 
 def title(name: str) -> str:
-    """Name a set of images."""
+    """Return the name of a set of images for tables and figures."""
     return SETS.get(name, f"learned through {name.removeprefix('learned_')} steps")
 
 
 def sets_of(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Return the results of each set of images, in the order of accuracy, with all drawings last."""
+    """Return the results of each set of images, in the order of accuracy, with all images last."""
     found = by_cell(one for one in results if "networks" in one)
     order = sorted(found, key=lambda name: (name == "all", statistics.mean(means(found[name], "mlp"))))
     return {name: found[name] for name in order}
@@ -366,7 +366,7 @@ def report(results: list[Result], config: DistillConfig) -> str:
             costs.append([f"{TITLES[network]}, {steps}", *values])
     return f"""# A data set in a few images
 
-Accuracy (%) on the test drawings of {config.classes} alphabets: the mean over {config.trials} fresh networks for each
+Accuracy (%) on the test images of {config.classes} alphabets: the mean over {config.trials} fresh networks for each
 of the seeds {config.seeds}, and the standard deviation over seeds. Images are learned for the first network.
 
 {markdown(table)}
@@ -379,17 +379,15 @@ seconds (the median over seeds).
 
 
 def figures(results: list[Result], config: DistillConfig, folder: Path) -> list[Path]:
-    """Draw real and learned images, and below them accuracies."""
+    """Draw real images, learned images and accuracies."""
     sets, path = sets_of(results), folder / "distill.png"
-    with figure(path, 2, 3, size=(12.6, 7.8), height_ratios=(1.45, 1)) as axes:
+    with figure(path, 1, 4, size=(15, 3.6)) as axes:
         longest = f"learned_{max(config.lengths, default=0)}"
         for axis, name in zip(axes[0], ("random", "herding", longest), strict=True):
             file = folder / name / str(config.seeds[0]) / IMAGES
             _draw_images(axis, file if name in sets else None, config)
-            axis.set_title(f"{config.per_class} a class: {title(name)}")
-        _draw_accuracies(axes[1, 0], sets)
-        for axis in axes[1, 1:]:
-            axis.set_axis_off()
+            axis.set_title(title(name).capitalize())
+        _draw_accuracies(axes[0, 3], sets)
     return [path]
 
 

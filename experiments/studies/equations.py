@@ -32,14 +32,14 @@ from experiments.run.plots.style import figure
 from experiments.studies.characters import Examples
 
 Function = Callable[[Tensor], Tensor]
-"""Points `[..., 2]` to values `[...]`."""
+"""Maps points `[..., 2]` to values `[...]`."""
 F64 = torch.float64
 VISCOSITY = 0.01 / math.pi  # of Burgers' equation
 DIFFUSION = 1e-4  # of the Allen-Cahn equation
 
 
 class Jet(NamedTuple):
-    """A function at one point or at several, with derivatives by the coordinates."""
+    """A function at one or several points, with derivatives with respect to the coordinates."""
 
     z: Tensor  # [..., 2]
     u: Tensor  # [...]
@@ -53,8 +53,8 @@ class Equation(NamedTuple):
     network: nn.Module
     residual: Callable[[Jet], Tensor]
     inside: Tensor  # [N, 2]
-    edge: Examples | None  # points of the boundary, and the values there
-    test: Examples  # points, and the solution there
+    edge: Examples | None  # points of the boundary with their values
+    test: Examples  # points with the values of the solution
     lift: Callable[[Function, Tensor], Tensor] = lambda network, z: network(z)  # the network to u
 
     def at(self, z: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Equation(NamedTuple):
         return self.lift(lambda z: self.network(z)[..., 0], z)
 
     def residuals(self) -> Tensor:
-        """Return the residuals at all points inside, `[N]`, by backward passes of all points."""
+        """Return the residuals at all points inside, `[N]`. A backward pass handles all points."""
         z = self.inside.detach().requires_grad_()
         u = self.at(z)
         first = mg.grad(u.sum(), z, create_graph=True)
@@ -76,7 +76,7 @@ class Equation(NamedTuple):
         return loss if self.edge is None else loss + F.mse_loss(self.at(self.edge.x), self.edge.y)
 
     def loss_of(self, optimizer: mg.optim.GaussNewton) -> Tensor:
-        """Return the same loss, computed by residuals that an optimizer knows."""
+        """Return the same loss, from residuals that are passed to an optimizer."""
         loss = optimizer.residuals(self.residual_at, self.inside)
         if self.edge is not None:
             loss = loss + optimizer.residuals(lambda p, z, y: self._value(p, z) - y, *self.edge)
@@ -123,7 +123,7 @@ def poisson() -> Equation:
 def helmholtz() -> Equation:
     """Return the Helmholtz equation in the square [-1, 1], with u = sin(pi x) sin(4 pi y)."""
     waves = torch.tensor([math.pi, 4 * math.pi], dtype=F64)
-    weight = 1 / float(waves.square().sum())  # so that residuals are as large as values
+    weight = 1 / float(waves.square().sum())  # so that residuals have the scale of values
 
     def solution(z: Tensor) -> Tensor:
         return (waves * z).sin().prod(-1)
@@ -178,8 +178,8 @@ def cole_hopf(z: Tensor) -> Tensor:
 def allen_cahn() -> Equation:
     """Return the Allen-Cahn equation for 0 < t < 1, periodic in -1 < x < 1.
 
-    The start, x^2 cos(pi x), and the period are parts of the function, so there are no points on the boundary. The
-    solution is by a spectral method.
+    The start, x^2 cos(pi x), and the period are parts of the function, so there are no points on the boundary. A
+    spectral method computes the solution.
     """
     times, places, values = spectral(0.02)
 
@@ -234,7 +234,7 @@ def spectral(every: float, places: int = 512, step: float = 1e-3) -> tuple[Tenso
 
 
 class Periodic(nn.Module):
-    """Points (t, x) to t and one wave of x."""
+    """Maps points (t, x) to t and one wave of x."""
 
     def forward(self, z: Tensor) -> Tensor:
         """Return `[..., 3]`."""

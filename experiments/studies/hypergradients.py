@@ -64,7 +64,7 @@ class Ridge(NamedTuple):
 
 
 def ridge(d: int, n: int, seed: int = 0) -> Ridge:
-    """Make a problem whose features are of many scales, so that its Hessian is ill-conditioned."""
+    """Make a problem with features on many scales, so that the Hessian is ill-conditioned."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -76,7 +76,7 @@ def ridge(d: int, n: int, seed: int = 0) -> Ridge:
 
 
 def methods(rule: Rule, lr: float, d: int, longest: int) -> dict[str, list[HypergradientMethod]]:
-    """Return for each method a row of them that spend more and more."""
+    """Return a list of settings with increasing cost for each method."""
     steps = [2**i for i in range(12) if 2**i <= longest]
     ranks = [k for k in (1, 4, 16, d // 2, d) if k <= d]
 
@@ -120,7 +120,7 @@ def gradient_cost(problem: Ridge) -> int:
 
 
 def draw(path: Path, curves: dict[str, list[tuple[float, float]]]) -> Path:
-    """Draw error over cost, a line for each method."""
+    """Draw error over cost, with one line for each method."""
     with figure(path, size=(9.2, 5.2)) as axes:
         axis = axes[0, 0]
         for i, (name, points) in enumerate(curves.items()):

@@ -82,7 +82,7 @@ class LandscapeConfig(StudyConfig):
 
 
 class Problem(NamedTuple):
-    """A network, training images and test images, each with outputs that are 0 and 1."""
+    """A network, training images and test images, with one-hot targets."""
 
     model: nn.Module
     train: tuple[Tensor, Tensor]
@@ -125,7 +125,7 @@ def optimizer_of(run: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def objective(run: RunConfig, problem: Problem) -> Tensor:
-    """Evaluate the objective of a run: the loss, its uphill neighbor, or the loss and a sample of its trace."""
+    """Evaluate the objective of a run: the loss, the SAM loss, or the loss plus a Hutchinson sample of the trace."""
     if run.rho:
         return mg.optim.sharpness_aware(problem.loss, problem.params, rho=run.rho)
     loss = problem.loss(problem.params)
@@ -185,7 +185,7 @@ def _adam(optimizer: torch.optim.Adam, params: Mapping[str, nn.Parameter]) -> Ro
 
 
 def _soap(optimizer: Any, params: Mapping[str, nn.Parameter]) -> Root:
-    """Scale in the coordinates of SOAP's bases, and turn back."""
+    """Scale in the coordinates of SOAP's bases, and transform back."""
     group = optimizer.param_groups[0]
 
     def turned(stack: Tensor, bases: list[Tensor]) -> Tensor:
@@ -211,7 +211,7 @@ def _inverse_root(square: Tensor, group: Mapping[str, Any], step: int) -> Tensor
 
 
 def _kfac(optimizer: Any, params: Mapping[str, nn.Parameter]) -> Root:
-    """Multiply the matrix of each layer, its bias the last column, by the roots of both inverse factors."""
+    """Multiply the matrix of each layer by the roots of both inverse factors. The bias is the last column."""
     states = {name: optimizer.state[p] for name, p in params.items() if "input_inverse" in optimizer.state[p]}
     roots = {
         name: [_root(state[f"{side}_inverse"]) for side in ("output", "input")]
@@ -252,7 +252,7 @@ def train(config: LandscapeConfig, run: RunConfig, work: Work) -> Result:
 
 
 def refuse_divergence(run: RunConfig, step: int, loss: float, first: float) -> None:
-    """Raise `ValueError` for a run that has become much worse than it began."""
+    """Raise `ValueError` if the loss of a run is far above its initial loss."""
     if not loss < DIVERGED * first:
         raise ValueError(
             f"landscape: {run.title}: the loss before step {step} is {loss:.3g}, and was {first:.3g} before the "
@@ -261,7 +261,7 @@ def refuse_divergence(run: RunConfig, step: int, loss: float, first: float) -> N
 
 
 def along(run: RunConfig, problem: Problem, optimizer: Any, step: int) -> dict[str, float | None]:
-    """Measure loss, accuracies, the largest eigenvalue of the Hessian and of the preconditioned one, and the edge."""
+    """Measure loss, accuracies, plain and preconditioned sharpness, and the edge of stability."""
     loss, params = problem.loss(problem.params), problem.params
     gradient = torch.autograd.grad(loss, list(params.values()), retain_graph=True)
     norm = torch.cat([part.flatten() for part in gradient]).norm().item()
@@ -290,7 +290,7 @@ def largest(operator: Operator) -> float:
 
 
 def trace(config: LandscapeConfig, problem: Problem, seed: int) -> dict[str, float]:
-    """Estimate the trace and half the width of its 95 % interval. A seed has the same probes at every step."""
+    """Estimate the trace and half the width of its 95 % interval. All steps of a seed have the same probes."""
     generator = torch.Generator().manual_seed(seed)
     with mg.hessian(problem.loss(problem.params), problem.params) as H:
         found = H.trace(method="xtrace", probes=config.probes, generator=generator)
@@ -322,7 +322,7 @@ def report(results: list[Result], config: LandscapeConfig) -> str:
         table.append([run.title, f"{run.lr:g}", f"{loss:.1e}", *values, edges])
     return f"""# The landscape that optimizers train in
 
-{config.count} characters of Omniglot, {SHOTS} drawings of each to train on; a tanh network of {config.hidden} hidden
+{config.count} characters of Omniglot, {SHOTS} images of each to train on; a tanh network of {config.hidden} hidden
 units, squared errors, {config.steps} steps on all examples, with characters of its own for each of {seeds} seed(s).
 Mean and standard deviation over seeds at the last step; the geometric mean of the loss. The interval is the 95 %
 interval of one estimate of the trace. The last column is the median over the second half of the preconditioned
@@ -338,35 +338,34 @@ def at_the_edge(result: Result) -> float:
     return statistics.median(row["preconditioned"] / row["edge"] for row in rows[len(rows) // 2 :])
 
 
+def ratio(row: dict[str, Any]) -> float | None:
+    """Return the preconditioned sharpness over the edge of stability, where there is a preconditioner."""
+    return None if row["preconditioned"] is None or not row["edge"] else row["preconditioned"] / row["edge"]
+
+
+PANELS = (
+    ("Training loss", "Mean squared error", lambda row: row["loss"]),
+    ("Sharpness: the largest eigenvalue of the Hessian", "Sharpness", lambda row: row["sharpness"]),
+    ("At 1, an optimizer trains at its edge of stability", "Preconditioned sharpness / edge", ratio),
+)
+
+
 def figures(results: list[Result], config: LandscapeConfig, folder: Path) -> list[Path]:
-    """Draw all panels into one figure."""
+    """Draw loss, sharpness, its ratio to the edge of stability, and trace over steps."""
     runs, path = by_cell(results), folder / "landscape.png"
     colors = dict(zip(config.runs, itertools.cycle((*CYCLE, INK))))
-    with figure(path, 2, 3, size=(12.5, 7)) as axes:
-        panels = iter(axes.flatten())
-        for title, label, quantity in (
-            ("Training loss", "Squared error", lambda row: row["loss"]),
-            ("Largest eigenvalue of the Hessian", "Eigenvalue", lambda row: row["sharpness"]),
-            ("Where each optimizer trains", "Preconditioned sharpness / edge", ratio),
-        ):
-            axis = next(panels)
+    with figure(path, 2, 2, size=(10.5, 7)) as axes:
+        for axis, (title, label, quantity) in zip(axes.flatten(), PANELS, strict=False):
             for name, repeated in runs.items():
                 _curve(axis, repeated, quantity, label=config.runs[name].title, color=colors[name])
             _dress(axis, title, label)
         axes[0, 0].set_yscale("log")
         axes[0, 1].set_ylim(0, None)
-        axes[0, 2].axhline(1, color=INK, linewidth=1, linestyle=":")
-        axes[0, 2].set_ylim(0, 2)
-        next(panels).set_axis_off()
-        _traces(next(panels), runs, colors)
-        next(panels).set_axis_off()
+        axes[1, 0].axhline(1, color=INK, linewidth=1, linestyle=":")
+        axes[1, 0].set_ylim(0, 1.6)
+        _traces(axes[1, 1], runs, colors)
         legend_below(axes[0, 0], columns=len(runs))
     return [path]
-
-
-def ratio(row: dict[str, Any]) -> float | None:
-    """Return the preconditioned sharpness over the edge of stability, where there is a preconditioner."""
-    return None if row["preconditioned"] is None or not row["edge"] else row["preconditioned"] / row["edge"]
 
 
 def _curve(
@@ -391,7 +390,7 @@ def _traces(axis: Any, runs: dict[str, list[Result]], colors: dict[str, str]) ->
         halves = [math.hypot(*(row["half"] for row in rows)) / len(rows) for rows in groups]
         options = {"marker": "o", "markersize": 3, "linewidth": 1.4, "elinewidth": 1, "capsize": 2}
         axis.errorbar([rows[0]["step"] for rows in groups], means, yerr=halves, **options, color=colors[name])
-    _dress(axis, "Trace of the Hessian", "Trace, 95 % interval")
+    _dress(axis, "Trace of the Hessian", "Trace, with 95 % intervals")
     axis.set_ylim(0, None)
 
 

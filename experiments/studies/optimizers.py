@@ -36,9 +36,9 @@ from experiments.studies.equations import EQUATIONS, Equation
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work
 
 Runs = dict[str, list[Any]]
-"""By optimizer, its runs."""
+"""Runs by the name of the optimizer."""
 TRIAL_EVALUATIONS = 20
-CLASSES, HELD_OUT = 100, 5  # characters, and drawings of each of 20 that are for no training
+CLASSES, HELD_OUT = 100, 5  # characters, and the number of their 20 images that are held out
 EVALUATED = 1500  # training examples that the loss is measured on
 REFERENCE, KEPT = "adam", 40  # points of a curve that are kept
 MEASURES = {
@@ -46,12 +46,12 @@ MEASURES = {
     "logistic": ("gap", "loss above the lowest of all runs"),
 }
 LOSS = ("loss/train", "training loss")
-LEAST = 1e-15  # what a gap is raised to, so that it has a logarithm
+LEAST = 1e-15  # minimum of a gap, so that its logarithm is finite
 
 
 @dataclass
 class OptimizersConfig(StudyConfig):
-    """Which workloads, which settings, and for how long."""
+    """The workloads, the settings and the training times."""
 
     workloads: list[str] = key("What is trained, of `WORKLOADS`.")
     optimizers: list[str] | None = key("Some of those in `trials`; null is all.")
@@ -104,7 +104,7 @@ class Physics(Problem):
         return self.equation.loss()
 
     def loss_for(self, optimizer: Any, examples: Examples) -> Tensor:
-        """Return the loss, of residuals that the optimizer knows if it makes dense systems."""
+        """Return the loss. An optimizer with dense systems also receives the residuals."""
         if isinstance(optimizer, mg.optim.GaussNewton) and optimizer.defaults["solver"] != "cg":
             return self.equation.loss_of(optimizer)
         return self.loss(examples)
@@ -141,7 +141,7 @@ def transformer() -> Problem:
 
 
 def classifier(model: nn.Module) -> Problem:
-    """Return a classifier of drawings, trained by batches of 100."""
+    """Return a classifier of images, trained on batches of 100."""
     train, test = drawings(CLASSES)
     order = torch.randperm(len(train.x), generator=torch.Generator().manual_seed(1))
     return Problem(model, train, train.at(order[:EVALUATED]), test, 100)
@@ -156,14 +156,14 @@ WORKLOADS: dict[str, Callable[[], Problem]] = {
 
 
 def drawings(count: int, *, is_flat: bool = False) -> list[Examples]:
-    """Load the drawings of the first characters, to train on and for the test."""
+    """Load training and test images of the first characters."""
     images = characters.load("background", count, key="optimizers: characters")
     images = images.flatten(2) if is_flat else images.unsqueeze(2)
     return characters.by_drawers(images, images.shape[1] - HELD_OUT, HELD_OUT)
 
 
 def batches(examples: Examples, batch_size: int, seed: int) -> Iterator[Examples]:
-    """Yield batches forever, from one random order of the examples after another."""
+    """Yield batches without end. Each pass over the examples has a new random order."""
     number = len(examples.x)
     if batch_size > number:
         raise ValueError(f"optimizers: batch_size must be at most {number}, the examples, got {batch_size}.")
@@ -191,7 +191,7 @@ class MuonAndAdam:
             optimizer.zero_grad()
 
     def step(self, closure: Callable[[], Tensor]) -> Tensor:
-        """Take gradients once, and a step of each."""
+        """Compute gradients once, and take a step of each optimizer."""
         loss = closure()
         for optimizer in self._optimizers:
             optimizer.step()
@@ -213,8 +213,11 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "soap": partial(mg.optim.SOAP, weight_decay=0.0, max_size=1000),
     "sophia_g": mg.optim.SophiaG,
     "sophia_h": mg.optim.SophiaH,
+    "sparse_adam": mg.optim.SparseAdam,
 }
 OF_MODELS = ("kfac", "muon")
+TITLES = {"kfac": "K-FAC", "lbfgs": "L-BFGS", "newton_cg": "Newton-CG", "soap": "SOAP"}
+TITLES |= {"adahessian": "AdaHessian", "gauss_newton": "Gauss-Newton", "gauss_newton_cg": "Gauss-Newton, CG"}
 
 
 def settings_of(changes: str) -> dict[str, Any]:
@@ -267,7 +270,7 @@ def stepped(problem: Problem, optimizer: Any, examples: Examples) -> bool:
 
 
 def tried(config: OptimizersConfig, workload: str, optimizer: str, trial: str, work: Work) -> Result:
-    """Return the median training loss over the second half of a trial: the last may be a chance of its steps."""
+    """Return the median training loss over the second half of a trial, since the last loss is noisy."""
     seconds = config.trial_part * config.seconds[workload]
     changes = f"{config.shared.get(workload, {}).get(optimizer, '')} {trial}"
     curve, is_finite = raced(
@@ -279,7 +282,7 @@ def tried(config: OptimizersConfig, workload: str, optimizer: str, trial: str, w
 
 
 def chosen(config: OptimizersConfig, workload: str, optimizer: str, work: Work) -> Result:
-    """Return the curve of a run with the settings whose trial came lowest."""
+    """Return the curve of a run with the settings of the trial with the lowest loss."""
     files = work.folder.parents[1].glob(f"trial*/{config.tuning_seed}/{result.FILE}")
     best = min((json.loads(file.read_text()) for file in sorted(files)), key=lambda one: one["loss"])
     changes = f"{config.shared.get(workload, {}).get(optimizer, '')} {best['trial']}"
@@ -306,7 +309,7 @@ def by_workload(results: list[Result]) -> dict[str, Runs]:
 
 
 def last_common(runs: Runs) -> float:
-    """Return the seconds that the median run of every optimizer has come to."""
+    """Return the seconds that the median run of every optimizer has reached."""
     return min(float(np.median([run["curve"]["seconds"][-1] for run in own])) for own in runs.values())
 
 
@@ -322,7 +325,7 @@ def values_at(workload: str, own: list[Any], runs: Runs, limit: float) -> list[f
 
 
 def measured(workload: str, run: Any, runs: Runs) -> np.ndarray:
-    """Return the curve of a run in the measure of its workload."""
+    """Return the curve of a run in the error measure of its workload."""
     name = MEASURES.get(workload, LOSS)[0]
     if name != "gap":
         return np.array(run["curve"][name])
@@ -337,7 +340,7 @@ def quartiles(values: list[float]) -> str:
 
 
 def rows(workload: str, runs: Runs) -> list[list[str]]:
-    """Return a row for each optimizer, the best after equal seconds first."""
+    """Return a row for each optimizer, sorted by the error after equal seconds."""
     ends = {name: values_at(workload, own, runs, last_common(runs)) for name, own in runs.items()}
     reference = np.median(ends[REFERENCE]) if REFERENCE in ends else None
     return [
@@ -368,15 +371,23 @@ def report(results: list[Result], config: OptimizersConfig) -> str:
 
 
 def figures(results: list[Result], config: OptimizersConfig, folder: Path) -> list[Path]:
-    """Draw medians over seconds, a panel for each workload, and write them with their quartiles."""
+    """Draw medians over seconds, with one panel for each workload, and write them with their quartiles."""
     if not (found := panels(results)):
         return []
     write_panels(folder / "curves.json", found)
-    return [all_curves(folder / "optimizers.png", found)]
+    shown = [
+        panel._replace(title=panel.title.replace("_", "-").title(), curves=called(panel)) for panel in found
+    ]
+    return [all_curves(folder / "optimizers.png", shown)]
+
+
+def called(panel: Panel) -> dict[str, Curve]:
+    """Return the curves by the names that figures show."""
+    return {TITLES.get(name, name.replace("_", " ").title()): curve for name, curve in panel.curves.items()}
 
 
 def panels(results: list[Result]) -> list[Panel]:
-    """Return the curves over seconds, a panel for each workload."""
+    """Return the curves over seconds, with one panel for each workload."""
     found = []
     for workload, runs in by_workload(results).items():
         curves = {name: along(workload, own, runs) for name, own in runs.items()}

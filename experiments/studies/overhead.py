@@ -1,4 +1,4 @@
-"""The cost of an order of differentiation, and how to reduce it: `python -m experiments.studies.overhead`.
+"""The cost of higher derivatives, and how to reduce it: `python -m experiments.studies.overhead`.
 
 Four models are measured: bytes and CPU seconds of gradients, second derivatives, Hessian-vector products and
 meta-gradients over inner steps, with every method that reduces the cost. Times are ratios within a round, in which
@@ -36,11 +36,12 @@ from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by
 from metagrad.sparse import RowSparse, embedding
 from metagrad.tasks import Batch, Examples
 
-GRADIENT, SECOND, PRODUCT, META = "gradient", "second derivative", "Hessian product", "meta-gradient"
+GRADIENT, SECOND, PRODUCT, META = "gradient", "second derivative", "Hessian-vector product", "meta-gradient"
 CLASSES, FEATURES, LENGTH, SIDE, ROWS = 10, 64, 32, 14, 20_000
 RATE, PIECES = 0.05, 4  # of the inner steps, and mini-batches of an accumulation
-EXACT, MIB = 1e-4, 2**20  # errors above are written
+EXACT, MIB = 1e-4, 2**20  # larger errors are written
 OVER_STEPS = ("", "step", "sqrt")
+TITLES = {"mlp": "MLP", "convnet": "ConvNet", "transformer": "Transformer", "table": "Embedding table"}
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Lookup(nn.Embedding):
     is_dense = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look rows up."""
+        """Look up rows."""
         return F.embedding(input, self.weight) if self.is_dense else embedding(input, self.weight)
 
 
@@ -129,7 +130,7 @@ MODELS = {"mlp": mlp, "convnet": convnet, "transformer": transformer, "table": t
 
 
 class Run(NamedTuple):
-    """Compute the objects that are held until the result is there, such as a graph, and then the result."""
+    """Two functions: `hold` computes objects such as a graph, and `finish` computes the result from them."""
 
     hold: Callable[[], Any]
     finish: Callable[[Any], Any]
@@ -169,7 +170,7 @@ def direction(task: Task) -> dict[str, Tensor]:
 
 
 def product(task: Task, *, in_pieces: bool = False) -> Run:
-    """Multiply by an operator that exists already. It takes dense gradients of a table."""
+    """Multiply by an existing operator. It takes dense gradients of a table."""
     v, task = direction(task), densified(task) if task.tables else task
     data = task.pieces() if in_pieces else (task.x, task.y)
     return Run(lambda: mg.hessian(task.loss, task.params, data), lambda H: H @ v)
@@ -229,7 +230,7 @@ def loop(task: Task, steps: int) -> Run:
 
 
 class Recomputed(nn.Module):
-    """A chain in about as many segments as each of them has blocks, which are recomputed in the backward pass."""
+    """A chain in about sqrt(n) segments of its n blocks, which are recomputed in the backward pass."""
 
     def __init__(self, model: nn.Sequential, recompute: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ class Recomputed(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call one segment after the other."""
+        """Call the segments in order."""
         for segment in self.segments:
             x = self.recompute(segment, x)
         return x
@@ -270,7 +271,7 @@ CHANGES: dict[str, Callable[[Task], Task]] = {
     "torch checkpoint": partial(recomputed, partial(torch_checkpoint, use_reentrant=False)),
     "dense": densified,
 }
-"""Changes of any model, whatever is computed."""
+"""Changes of a model, for any quantity."""
 
 
 def ways(steps: int) -> dict[str, dict[str, Callable[[Task], Run]]]:
@@ -302,12 +303,12 @@ def flat(result: Any) -> Tensor:
     return torch.cat([dense(part).detach().double().flatten() for part in parts])
 
 
-def remedies(config: OverheadConfig, model: str, work: Work) -> Result:
+def techniques(config: OverheadConfig, model: str, work: Work) -> Result:
     """Measure every quantity of a model with every method."""
     found = []
     for quantity, own in ways(config.inner_steps).items():
         changed = {name: lambda task, name=name, own=own: own[""](CHANGES[name](task)) for name in CHANGES}
-        found += [(quantity, remedy, make) for remedy, make in {**own, **changed}.items()]
+        found += [(quantity, technique, make) for technique, make in {**own, **changed}.items()]
     return {"rows": measured(task_of(config, model, work.seed), found, config.rounds, work.seed)}
 
 
@@ -315,7 +316,7 @@ def over_steps(config: OverheadConfig, model: str, work: Work) -> Result:
     """Measure meta-gradients over inner steps."""
     rows = []
     for steps in config.steps:
-        found = [(META, remedy, ways(steps)[META][remedy]) for remedy in OVER_STEPS]
+        found = [(META, technique, ways(steps)[META][technique]) for technique in OVER_STEPS]
         own = measured(task_of(config, model, work.seed), found, 1, work.seed)
         rows += [{"steps": steps, **row} for row in own]
     return {"rows": rows}
@@ -332,8 +333,8 @@ def measured(
 ) -> list[dict[str, Any]]:
     """Measure the memory of each method, and then the time of all in turns."""
     rows, exact, runs = [], {}, []
-    for quantity, remedy, make in Progress(found, unit="method", leave=False):
-        row = {"quantity": quantity, "remedy": remedy, "seconds": []}
+    for quantity, technique, make in Progress(found, unit="method", leave=False):
+        row = {"quantity": quantity, "technique": technique, "seconds": []}
         try:
             run = make(task)
             result = flat(run.finish(run.hold()))
@@ -355,9 +356,11 @@ def measured(
     return rows
 
 
-def of(one: Result, quantity: str, remedy: str) -> dict[str, Any] | None:
+def of(one: Result, quantity: str, technique: str) -> dict[str, Any] | None:
     """Return a row of a result, if the method fits the model."""
-    return next((row for row in one["rows"] if (row["quantity"], row["remedy"]) == (quantity, remedy)), None)
+    return next(
+        (row for row in one["rows"] if (row["quantity"], row["technique"]) == (quantity, technique)), None
+    )
 
 
 def ratios(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
@@ -369,20 +372,20 @@ def ratios(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
 def report(results: list[Result], config: OverheadConfig) -> str:
     """Return the page."""
     found, parts = by_cell(results), []
-    models = {name: found[f"{name}/remedies"][0] for name in config.sizes if f"{name}/remedies" in found}
+    models = {name: found[f"{name}/techniques"][0] for name in config.sizes if f"{name}/techniques" in found}
     for quantity, own in ways(1).items():
         table = [[quantity, *models]]
-        for remedy in (*own, *CHANGES):
-            rows = [(of(one, quantity, remedy), one) for one in models.values()]
+        for technique in (*own, *CHANGES):
+            rows = [(of(one, quantity, technique), one) for one in models.values()]
             if any(row for row, _ in rows):
                 texts = [_text(row, one, quantity) if row else "" for row, one in rows]
-                table.append([remedy or "no technique", *texts])
+                table.append([technique or "no technique", *texts])
         parts.append(markdown(table))
     steps = [["model", "memory", *map(str, config.steps)]]
     for name in config.sizes:
-        for remedy in OVER_STEPS if f"{name}/steps" in found else ():
-            own = [row for row in found[f"{name}/steps"][0]["rows"] if row["remedy"] == remedy]
-            steps.append([name, remedy or "full", *(f"{row['peak'] / MIB:.3g}" for row in own)])
+        for technique in OVER_STEPS if f"{name}/steps" in found else ():
+            own = [row for row in found[f"{name}/steps"][0]["rows"] if row["technique"] == technique]
+            steps.append([name, technique or "full", *(f"{row['peak'] / MIB:.3g}" for row in own)])
     tables = "\n\n".join(parts)
     return f"""# What an order of differentiation costs
 
@@ -400,7 +403,7 @@ Peak of a meta-gradient (MiB), over inner steps:
 
 
 def _text(row: dict[str, Any], one: Result, quantity: str) -> str:
-    base = of(one, quantity if row["remedy"] else GRADIENT, "")
+    base = of(one, quantity if row["technique"] else GRADIENT, "")
     if base is None or row is base:
         return f"{row['peak'] / MIB:.3g} MiB, {1000 * statistics.median(row['seconds']):.3g} ms"
     peak, time = ratios(row, base)
@@ -408,25 +411,27 @@ def _text(row: dict[str, Any], one: Result, quantity: str) -> str:
 
 
 def figures(results: list[Result], config: OverheadConfig, folder: Path) -> list[Path]:
-    """Draw peak and time of order 2, relative to a gradient."""
+    """Draw peak memory and time of second derivatives, relative to a gradient."""
     found, path = by_cell(results), folder / "overhead.png"
-    models = [name for name in config.sizes if f"{name}/remedies" in found]
+    models = [name for name in config.sizes if f"{name}/techniques" in found]
     with figure(path, 1, 2, size=(9, 4)) as axes:
         for place, title in enumerate(("Peak memory", "Time")):
             axis = axes[0, place]
             for i, (quantity, color) in enumerate(((SECOND, BLUE), (PRODUCT, VERMILION))):
                 values = {}
                 for height, name in enumerate(models):
-                    one = found[f"{name}/remedies"][0]
+                    one = found[f"{name}/techniques"][0]
                     row, base = of(one, quantity, ""), of(one, GRADIENT, "")
                     if row and base:
                         values[height + 0.3 * (i - 0.5)] = ratios(row, base)[place]
-                label = quantity.capitalize().replace(" product", "-vector product") if place == 0 else None
-                axis.barh(list(values), list(values.values()), height=0.27, color=color, label=label)
+                bars = axis.barh(
+                    list(values), list(values.values()), height=0.27, color=color, label=quantity
+                )
+                axis.bar_label(bars, fmt="{:.2g}", padding=3, fontsize=8)
             axis.axvline(1, color=MUTED, linewidth=0.8)
             axis.set_xscale("log" if place == 0 else "linear")  # dense products of a table are far larger
-            axis.set_yticks(range(len(models)), models)
-            axis.set_title(f"{title} relative to a gradient")
+            axis.set_yticks(range(len(models)), [TITLES[name] for name in models])
+            axis.set(title=f"{title} of second derivatives", xlabel=f"{title} relative to a gradient")
             axis.grid(axis="x")
         legend_below(*axes[0], columns=2)
     return [path]
@@ -443,7 +448,7 @@ def check(config: OverheadConfig) -> None:
 
 def cells(config: OverheadConfig) -> list[Cell]:
     """Return the methods of each model, and then inner steps."""
-    runs = {f"{name}/remedies": partial(remedies, config, name) for name in config.sizes}
+    runs = {f"{name}/techniques": partial(techniques, config, name) for name in config.sizes}
     runs |= {f"{name}/steps": partial(over_steps, config, name) for name in config.sizes}
     return [Cell(name, config.seeds[0], run) for name, run in runs.items()]
 

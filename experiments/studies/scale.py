@@ -36,7 +36,7 @@ MEASURED = {
     "5 million": (5_000_000, 0),
     "a million rows of 32": (0, 6_400),
 }
-"""Parameters that are dense, and rows of a table that each process touches."""
+"""Number of dense parameters, and number of table rows that each process uses."""
 REPEATS = 5
 STEPS = 15
 TASKS = 8
@@ -51,13 +51,13 @@ class Measured(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Times of the outer steps of a meta-batch, in a single process and in all processes.
+    """Times of the outer steps of a meta-batch, with one process and with all processes.
 
     Attributes:
-        one: Tasks per second of one process, on the clock.
+        one: Tasks per second of one process, in wall time.
         all: Seconds with all processes.
         processor: CPU seconds of one process, relative to the slowest share. Waiting is not counted, so other
-            programs on the machine have little influence.
+            programs on the machine hardly matter.
     """
 
     one: float
@@ -70,7 +70,7 @@ def measure(processes: int, *, steps: int = STEPS) -> tuple[list[Measured], Spee
 
     Args:
         processes: How many.
-        steps: How often each is timed.
+        steps: Number of timed repeats.
 
     Raises:
         ValueError: The system does not count bytes.
@@ -99,7 +99,7 @@ def _measure_in(rank: int, processes: int, folder: str, steps: int) -> None:
 
 
 def _sent(parameters: int, touched: int) -> tuple[int, float]:
-    """Return the predicted bytes of all processes, and the minimum counted over repeats, since others may send."""
+    """Return the predicted bytes of all processes, and the minimum of repeated counts."""
     param = torch.zeros(parameters or 1, requires_grad=True)
     rows = torch.empty(10**6, 32, requires_grad=True)
     counts = []
@@ -120,7 +120,7 @@ def _sent(parameters: int, touched: int) -> tuple[int, float]:
 
 
 def _speed(steps: int) -> Speed:
-    """Time outer steps of one process and of all by turns, and return medians."""
+    """Time outer steps of one process and of all processes in turns, and return medians."""
     torch.manual_seed(0)
     x, y = torch.randn(TASKS, 25, 1, 28, 28), torch.arange(5).repeat(TASKS, 5)
     batch = Batch(Examples(x[:, :5], y[:, :5]), Examples(x, y))
@@ -143,14 +143,14 @@ def _speed(steps: int) -> Speed:
 
     rounds = Progress(range(steps + 1), unit="step", hidden=dist.get_rank() != 0, leave=False)
     taken = [(*_seconds(alone), *_seconds(together)) for _ in rounds]
-    # The first step finds out how tasks run.
+    # The first step tests how tasks run.
     one, one_processor, every, every_processor = zip(*taken[1:], strict=True)
     ratios = [a / b for a, b in zip(one_processor, every_processor, strict=True)]
     return Speed(TASKS / statistics.median(one), TASKS / statistics.median(every), statistics.median(ratios))
 
 
 def _seconds(step: Callable[[], None]) -> tuple[float, float]:
-    """Return the seconds until all processes have taken a step, and the most processor time that one took."""
+    """Return the seconds until all processes have taken a step, and the maximum CPU time of a process."""
     dist.barrier()
     start, own = time.perf_counter(), time.process_time()
     step()

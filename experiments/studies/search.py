@@ -37,11 +37,11 @@ Params = dict[str, Tensor]
 Architecture: TypeAlias = "tuple[tuple[int, int, str], ...]"
 """Edges of a discrete cell: from, to, operation."""
 
-SIZE, DRAWINGS = 14, 20  # pixels along a side of an image, and drawings of a character
+SIZE, DRAWINGS = 14, 20  # pixels along a side of an image, and images of a character
 TRAIN, VALIDATION = (
     8,
     6,
-)  # images of each character for training and validation, where the rest is for the test
+)  # images of each character for training and validation. The rest is for the test
 OPERATIONS = ("none", "skip", "max_pool", "avg_pool", "conv_1x1", "conv_3x3")
 NODES, KEPT = (
     3,
@@ -55,8 +55,8 @@ ALPHA_LR = 0.1  # 3e-4 in DARTS, which takes hundreds of times as many steps
 START = 1e-3  # standard deviation of the first logits of the architecture, as in DARTS
 DAMPING = 40  # well above the most negative eigenvalue of the training loss
 SCALE = 0.02  # below 2 over its largest eigenvalue plus the damping
-TRAINING_LR = 0.01  # the highest rate of training from scratch
-TIMED = 3  # calls, of which the fastest counts
+TRAINING_LR = 0.01  # the highest learning rate of training from scratch
+TIMED = 3  # timed calls. The fastest counts
 METHODS: dict[str, Callable[[int], HypergradientMethod]] = {
     "first_order": lambda products: hypergrad.FirstOrder(),
     "finite_difference": lambda products: hypergrad.FiniteDifference(lr=LR),
@@ -85,13 +85,13 @@ class ArchitectureConfig(StudyConfig):
     characters: int = key("Classes, drawn with the seed.", least=2)
     steps: int = key("Steps on the architecture.")
     inner_steps: int = key("Steps on the weights for each.")
-    batch: int = key("Drawings of a step of the search, at both levels.")
+    batch: int = key("Images of a step of the search, at both levels.")
     products: int = key("Steps of CG, Neumann and Unroll.")
-    epochs: int = key("Passes over the drawings in training from scratch.")
+    epochs: int = key("Passes over the images in training from scratch.")
 
 
 class Data(NamedTuple):
-    """The parts of the drawings: images `[n, 1, size, size]`."""
+    """Images of each part, `[n, 1, size, size]`."""
 
     train: Examples
     validation: Examples
@@ -100,7 +100,7 @@ class Data(NamedTuple):
 
 
 def load(count: int, seed: int) -> Data:
-    """Draw the characters of a seed, and the drawings of each part."""
+    """Sample the characters of a seed, and split their images."""
     source = torch.Generator().manual_seed(seed)
     images = characters.load("small1", count, generator=source, key="search: characters", size=SIZE)
     order = torch.rand(count, DRAWINGS, generator=source).argsort(1)
@@ -182,7 +182,7 @@ class Network(nn.Module):
 
 
 def discrete(alpha: Tensor) -> Architecture:
-    """Return the strongest operation but none on each edge, of the strongest edges into each node."""
+    """Return the strongest operation other than "none" on the strongest edges into each node."""
     weights = alpha.softmax(1)[:, 1:]
     found: list[tuple[int, int, str]] = []
     for j in range(1, NODES + 1):
@@ -219,7 +219,7 @@ def accuracy(architecture: Architecture, on: Examples, test: Examples, epochs: i
 
 
 def repeated(architecture: Architecture, data: Data, config: ArchitectureConfig, seed: int) -> float:
-    """Return the mean test accuracy of networks trained on all other drawings."""
+    """Return the mean test accuracy of networks trained on all other images."""
     seeds = Progress(range(1000 * seed, 1000 * seed + config.repeats), unit="network", leave=False)
     return statistics.mean(
         accuracy(architecture, data.both, data.test, config.epochs, seed) for seed in seeds
@@ -258,7 +258,7 @@ class Search:
         began = time.process_time()
         steps = Progress(total=config.steps, unit="step", leave=False)
         with warnings.catch_warnings(), steps as bar:
-            # A few products do not solve the system. The study compares how far from a solution they end.
+            # A few products do not solve the system. The study compares their distances to a solution.
             warnings.filterwarnings("ignore", message=".*left a residual")
             found = mg.bilevel(
                 self.validation_loss,
@@ -307,7 +307,7 @@ class Search:
 
 
 def random_search(config: ArchitectureConfig, work: Work) -> Result:
-    """Draw architectures, choose the best one on validation drawings, and evaluate all on the test."""
+    """Sample architectures, choose the best on validation images, and test all of them."""
     data, seed = load(config.characters, work.seed), work.seed
     networks = partial(Progress[Architecture], unit="network", leave=False)
     source = torch.Generator().manual_seed(seed)
@@ -333,7 +333,7 @@ def by_hand(config: ArchitectureConfig, work: Work) -> Result:
 def searched(config: ArchitectureConfig, work: Work, *, method: str) -> Result:
     """Search with a hypergradient, and train the architecture."""
     data = load(config.characters, work.seed)
-    torch.manual_seed(work.seed)  # every hypergradient begins at the same weights
+    torch.manual_seed(work.seed)  # every hypergradient starts at the same weights
     search = Search(Network(config.characters, CHANNELS), data, config, work.seed)
     found = search.run(METHODS[method](config.products), work.log)
     return {"accuracy": repeated(found["architecture"], data, config, work.seed), **found}
@@ -356,7 +356,7 @@ def report(results: list[Result], config: ArchitectureConfig) -> str:
         table.append([TITLES[name], accuracy, f"{sum(above)} of {len(above)}", *values])
     return f"""# Architecture search
 
-{config.characters} characters of Omniglot at {SIZE} x {SIZE} pixels: {TRAIN} drawings of each to train on,
+{config.characters} characters of Omniglot at {SIZE} x {SIZE} pixels: {TRAIN} images of each to train on,
 {VALIDATION} to choose by, the rest for the test. Means and standard deviations over {len(config.seeds)} seeds.
 Random search trains {config.drawn} architectures. A hypergradient is measured in gradients of the training loss
 with respect to the weights.
@@ -367,9 +367,9 @@ with respect to the weights.
 
 def figures(results: list[Result], config: ArchitectureConfig, folder: Path) -> list[Path]:
     """Draw the accuracies of all architectures."""
-    with figure(folder / "search.png", size=(6.4, 4.3)) as axes:
+    with figure(folder / "search.png", size=(7, 4.3)) as axes:
         _accuracies(axes[0, 0], by_cell(results), config.seeds)
-        legend_below(axes[0, 0], columns=4)
+        legend_below(axes[0, 0], columns=3)
     return [folder / "search.png"]
 
 
@@ -377,20 +377,20 @@ def _accuracies(axis: Any, groups: dict[str, list[Result]], seeds: list[int]) ->
     drawn = {seeds.index(one["seed"]): one["accuracies"] for one in groups.get("random", [])}
     points = [(x, value) for x, values in drawn.items() for value in values]
     style = {"color": MUTED, "alpha": 0.45, "markersize": 4}
-    axis.plot(*_columns(points), "o", label="Drawn at random", **style)
+    axis.plot(*_columns(points), "o", label="random cells", **style)
     x = torch.tensor(list(drawn), dtype=torch.float64)
     medians = [statistics.median(values) for values in drawn.values()]
-    axis.hlines(medians, x - 0.35, x + 0.35, color=INK, linewidth=1.4, label="Their median")
+    axis.hlines(medians, x - 0.35, x + 0.35, color=INK, linewidth=1.4, label="median random cell")
     names = [name for name in groups if name not in ("random", "by_hand")]
     colors: dict[str, str] = dict(zip(names, CYCLE, strict=False))
     for i, (name, color) in enumerate(colors.items()):
         shift = 0.12 * (i - (len(colors) - 1) / 2)
         points = [(seeds.index(one["seed"]) + shift, one["accuracy"]) for one in groups[name]]
-        axis.plot(*_columns(points), "D", color=color, markersize=5.5, label=TITLES[name].split(" (")[0])
+        axis.plot(*_columns(points), "D", color=color, markersize=5.5, label=TITLES[name])
     axis.set_xticks(range(len(seeds)), [str(seed) for seed in seeds])
     axis.set_xlabel("Seed")
     axis.set_ylabel("Test accuracy (%)")
-    axis.set_title("Architectures, trained from scratch")
+    axis.set_title("Random and found cells, trained from scratch")
     axis.grid(axis="y")
 
 

@@ -51,9 +51,9 @@ class Work(NamedTuple):
     """The arguments of a cell.
 
     Attributes:
-        folder: Its own, for a checkpoint and whatever else it keeps.
+        folder: The folder of the cell, for a checkpoint and other files.
         seed: The seed of the cell and of the global random states.
-        log: Takes a step and metrics by name, and mirrors them.
+        log: Logs metrics by name at a step.
     """
 
     folder: Path
@@ -95,10 +95,10 @@ class Study(Generic[C]):
         name: The name of its config, `conf/NAME.yaml`, of its page, and the prefix of its errors.
         schema: The type of its config, a `StudyConfig` with more fields.
         cells: Returns the cells of a config, in the order in which they run.
-        report: Returns the page, as Markdown, of the results there are.
-        figures: Draws the results there are into a folder, and returns the files.
-        check: Raises a `ValueError` for a config that cannot be.
-        free: Further keys that another run in the same folder may change: those that choose cells.
+        report: Returns the page about the available results, as Markdown.
+        figures: Draws the available results into a folder, and returns the files.
+        check: Raises `ValueError` for an invalid config.
+        free: Further keys that another run in the same folder may change, such as keys that choose cells.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Study(Generic[C]):
 
 
 def by_cell(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Return the results of each cell name, in the order in which they came."""
+    """Return the results by cell name, in their order."""
     found: dict[str, list[Result]] = {}
     for one in results:
         found.setdefault(one["cell"], []).append(one)
@@ -195,7 +195,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def _result(cell: Cell, folder: Path, threads: int | None, mirror: Mirror) -> Result:
-    """Return the result of a cell, computed if it is not there."""
+    """Return the result of a cell. It is computed if it does not exist."""
     own = folder / cell.name / str(cell.seed)
     file, prefix = own / result.FILE, f"{cell.name}/{cell.seed}".lstrip("/")
     if not file.exists():
@@ -211,7 +211,7 @@ def _result(cell: Cell, folder: Path, threads: int | None, mirror: Mirror) -> Re
 
 
 def _table(results: list[Result]) -> list[dict[str, Any]]:
-    """Return what the results have of numbers and words, as rows with the same keys."""
+    """Return the numbers and strings of the results, as rows with the same keys."""
     names = dict.fromkeys(
         name for one in results for name, value in one.items() if isinstance(value, (str, int, float))
     )

@@ -22,7 +22,7 @@ PAGES = [
 PAGES += REPOSITORY.glob("docs/tutorials/*.md")
 COMMAND = re.compile(r"(?:torchrun .*-m |python -m )((?:experiments|metagrad)\.[\w.]+)(.*)")
 TINY = " ".join(("", *FAST, "iterations=2", "evaluate.every=2", "memory.enabled=false"))
-QUICK = " --rounds 1 --seconds 0.1 --methods 'textbook loop' 'metagrad, \"full\"'"
+QUICK = " --rounds 1 --seconds 0.1 --methods 'naive loop' 'metagrad, \"full\"'"
 GRID = " minutes=0.05 iterations=null experiments=[sinusoid] algorithms=[maml] 'seeds=[0]'"
 GRID += """ "overrides=['debug=fast','logger=none']\""""
 SECONDS = ",".join(

@@ -1,1 +1,1 @@
-"""Time and weigh meta-gradients, ours and others': `python -m experiments.benchmarks.maml`."""
+"""Time and memory of meta-gradients, by metagrad and other libraries: `python -m experiments.benchmarks.maml`."""

@@ -1,4 +1,4 @@
-"""Time and weigh a meta-gradient by metagrad and by others: `python -m experiments.benchmarks.maml [WORKLOAD ...]`.
+"""Time and memory of a meta-gradient by several libraries: `python -m experiments.benchmarks.maml [WORKLOAD ...]`.
 
 Every method computes the meta-gradient of the same batch from the same weights. First all methods are compared in
 float64. Then each method runs in fresh processes, which take turns in a new order each round. The printed values
@@ -38,7 +38,7 @@ LEGEND = (
 
 
 def main() -> None:
-    """Run what the command line names, by default everything."""
+    """Run the workloads of the command line. The default is all workloads."""
     arguments = parsed()
     results: dict[str, Any] = {}
     with runner.processes(arguments.device, arguments.threads, arguments.limit) as ask:
@@ -63,7 +63,7 @@ def run(ask: runner.Ask, name: str, arguments: argparse.Namespace) -> Records:
 
 
 def table(name: str, about: str, records: Records) -> str:
-    """Format medians, ratios to the loop, peaks, compile times, and what did not run or is wrong."""
+    """Format medians, ratios to the loop, peaks and compile times. Also list methods that failed."""
     return "\n".join([f"{name}: {about}", HEADER, *(_line(method, records) for method in records)])
 
 

@@ -17,8 +17,8 @@ from experiments.benchmarks.maml.workloads import Workload
 from metagrad.core.budget import Memory
 from metagrad.tasks import Batch
 
-BASELINE = "textbook loop"
-LONGEST_GRAPH = 5  # steps, since one graph of more steps takes minutes to compile
+BASELINE = "naive loop"
+LONGEST_GRAPH = 5  # steps of a compiled graph, since more steps take minutes to compile
 
 
 class RefusedError(Exception):
@@ -39,10 +39,10 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A way to a meta-gradient.
+    """A method that computes a meta-gradient.
 
     Attributes:
-        prepare: Does for a workload what a training loop does once.
+        prepare: Prepares a workload, like a training loop before its first step.
         package: The package that must be installed.
     """
 
@@ -59,7 +59,7 @@ def of_loss(loss_of: Callable[[Workload], Tensor]) -> Method:
     return Method(prepare)
 
 
-def textbook_loop(work: Workload) -> Tensor:
+def naive_loop(work: Workload) -> Tensor:
     """Loop over tasks and steps, with create_graph=True."""
     losses = []
     for x, y, query_x, query_y in zip(*work.batch.support, *work.batch.query, strict=True):
@@ -94,7 +94,7 @@ def _by_torch_func(work: Workload, params: dict[str, Tensor], batch: Batch) -> T
 
 
 def prepare_by_hand(work: Workload) -> Prepared:
-    """Compile the meta-gradient as one function of torch.func, as is written by hand for one model and batch size."""
+    """Compile the meta-gradient as one function of torch.func, written by hand for one model and batch size."""
     if work.steps > LONGEST_GRAPH:
         raise RefusedError(f"one graph of {work.steps} steps takes minutes to compile")
 
@@ -111,7 +111,7 @@ def prepare_by_hand(work: Workload) -> Prepared:
 def prepare_maml(
     work: Workload, memory: Memory, compile: bool = False, *, together: bool = False, rows: bool = False
 ) -> Prepared:
-    """Create a MAML once, as a training loop does. `memory="budget"` stands for the budget of the workload."""
+    """Create a MAML once, as a training loop does. `memory="budget"` means the budget of the workload."""
     tables = [f"{name}.weight" for name, m in work.model.named_modules() if isinstance(m, nn.Embedding)]
     if rows and not tables:
         raise RefusedError("the model has no embedding tables")
@@ -187,7 +187,7 @@ def prepare_jax(work: Workload, *, checkpoint: bool) -> Prepared:
 MEMORY: tuple[str, ...] = ("full", "step", "sqrt", "budget")
 
 METHODS: dict[str, Method] = {
-    BASELINE: of_loss(textbook_loop),
+    BASELINE: of_loss(naive_loop),
     **{f'metagrad, "{memory}"': Method(partial(prepare_maml, memory=memory)) for memory in MEMORY},
     **{
         f'metagrad, "{memory}", compiled': Method(partial(prepare_maml, memory=memory, compile=True))

@@ -1,4 +1,4 @@
-"""A small transformer, of operations with second derivatives everywhere, a ResNet-20, and an embedding table."""
+"""A small transformer with second derivatives on every device, a ResNet-20, and an embedding table."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Transformer(nn.Sequential):
 
 
 class Lookup(nn.Module):
-    """A number for each row of an embedding table that is looked up."""
+    """A regression from embedding rows: each index gives a scalar."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs every method on a workload in fresh processes, in turns, after all have been found to agree."""
+"""Check that all methods agree on a workload, then run them in turns, in fresh processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Record:
 
     Attributes:
         note: The reason if there is nothing more, empty otherwise.
-        error: How far its gradient is from the loop's in float64, relative to the gradient.
+        error: Relative difference between its gradient and the loop's gradient in float64.
         rounds: The answers of its processes, one for each round.
     """
 
@@ -41,7 +41,7 @@ class Record:
 
     @property
     def peak(self) -> int | None:
-        """The bytes that it holds, weighed in the first round."""
+        """The bytes that it holds, measured in the first round."""
         return self.rounds[0].get("peak") if self.rounds else None
 
     @property
@@ -88,7 +88,7 @@ def agreement(ask: Ask, workload: str, methods: Sequence[str]) -> Records:
     """Compare all meta-gradients with the loop's, in float64.
 
     Raises:
-        SystemExit: The loop does not run, or one of ours is further off than rounding.
+        SystemExit: The loop does not run, or a method of metagrad differs by more than rounding.
     """
     records: Records = {}
     reference = None
@@ -137,12 +137,12 @@ def measure(ask: Ask, workload: str, records: Records, *, rounds: int, seconds: 
 
 @dataclass(frozen=True)
 class Ratios:
-    """A method against the loop.
+    """A comparison of a method with the loop.
 
     Attributes:
-        faster: The loop's median time over the method's, in the median over rounds.
-        lowest: In the worst round.
-        highest: In the best round.
+        faster: The loop's time divided by the method's time, median over rounds.
+        lowest: The speedup in the worst round.
+        highest: The speedup in the best round.
         memory: Its peak relative to the peak of the loop. None if it was not measured.
     """
 

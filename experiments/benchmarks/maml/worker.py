@@ -33,7 +33,7 @@ class Request:
         workload: Its name.
         method: Its name.
         save: The path for the gradient in float64. Empty to measure in float32.
-        seconds: The time to spend on timing. 0 for no timing.
+        seconds: The time to spend on timing. 0 disables timing.
         weigh: Whether to measure the peak.
         device: The device that computes.
     """
@@ -84,7 +84,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _first(prepared: Prepared) -> Any:
-    """Run for the first time. Raise if a warning says that the method did something else."""
+    """Run for the first time. Raise an error if a warning says that the method fell back to another way."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gradient = prepared.run()
@@ -114,7 +114,7 @@ def synchronized(run: Callable[[], object], device: str) -> Callable[[], object]
 
 
 def durations(run: Callable[[], object], seconds: float) -> list[float]:
-    """Time calls for so many seconds, and at least `FEWEST_CALLS`."""
+    """Time calls for some seconds, and at least `FEWEST_CALLS` calls."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < FEWEST_CALLS:
@@ -125,7 +125,7 @@ def durations(run: Callable[[], object], seconds: float) -> list[float]:
 
 
 def _stay_on(num_threads: int) -> None:
-    """Keep libraries with thread pools of their own, as XLA has one, on as many cores as torch uses."""
+    """Limit the thread pools of other libraries, such as XLA, to as many cores as torch uses."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_threads])
 

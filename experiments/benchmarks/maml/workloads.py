@@ -24,12 +24,12 @@ class Workload:
 
     Attributes:
         about: The description in the table.
-        model: Its parameters are the meta-parameters.
+        model: The model, whose parameters are the meta-parameters.
         loss_fn: The loss of the examples of a task.
         batch: One meta-batch.
         lr: The learning rate of the inner steps, which are plain gradient descent.
         steps: How many.
-        budget: Bytes that the method with a budget may keep: more than one step needs, less than all.
+        budget: Budget in bytes, larger than the graph of one step and smaller than the graph of all steps.
         methods: The methods that run. Empty for all methods.
         adapt: The module whose parameters adapt. Empty for all parameters.
     """
@@ -170,14 +170,14 @@ def table(rows: int) -> Workload:
 
 
 HEADS = (
-    "textbook loop",
+    "naive loop",
     'metagrad, "full"',
     'metagrad, "step"',
     'metagrad, "full", compiled',
     "torch.func grad + vmap",
     "learn2learn",
 )
-TABLES = ("textbook loop", 'metagrad, "full"', "metagrad, rows of tables", "torch.func grad + vmap")
+TABLES = ("naive loop", 'metagrad, "full"', "metagrad, rows of tables", "torch.func grad + vmap")
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "sinusoid": partial(sinusoid, 5),

@@ -1,4 +1,4 @@
-"""Adaptation: what a few inner steps do to tasks that training never saw."""
+"""Adaptation: the effect of a few inner steps on test tasks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHADES = {1: SKY, 5: BLUE, 10: "#00395A"}
 
 
 def adaptation(run: Run) -> Path:
-    """Draw test tasks before and after inner steps: curves of a regression, else a metric against the step."""
+    """Draw test tasks before and after inner steps: curves for a regression, otherwise a metric over steps."""
     path = run.folder / "plots" / "adaptation.png"
     tasks = run.splits.test
     return _curves(run, tasks, path) if isinstance(tasks, Regression) else _progress(run, path)
@@ -74,7 +74,7 @@ def _predict(run: Run, support: Any, grid: Tensor, steps: int) -> Tensor:
 
 @torch.no_grad()
 def _most_steps(run: Run, support: Any) -> int:
-    """Return how many steps are drawn: no more than in training where there is something learned for each."""
+    """Return the number of drawn steps. An algorithm that learns each step cannot take more than in training."""
     most = run.config.plots.steps
     try:
         run.parts.algorithm.adapt(support.to(device=run.device), steps=most)

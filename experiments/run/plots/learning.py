@@ -32,7 +32,7 @@ def metric_names(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def dress(axis: Any, name: str) -> None:
-    """Label the axes of a metric against the iteration."""
+    """Label the axes of a metric over iterations."""
     axis.set_xlabel("Outer iteration")
     axis.set_ylabel(LABELS[name])
     axis.grid(axis="y")
@@ -44,7 +44,7 @@ def dress(axis: Any, name: str) -> None:
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Return the mean over `window` values to both sides, over those there are at the ends."""
+    """Return the mean over `window` values to both sides. At the ends the mean is over the values that exist."""
     parts = (values[max(i - window, 0) : i + window + 1] for i in range(len(values)))
     return [sum(part) / len(part) for part in parts]
 
@@ -93,7 +93,7 @@ Rows = list[dict[str, Any]]
 
 
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
-"""The lines of the groups that have a color first, second and third."""
+"""The line styles: the first groups are solid, and groups that repeat a color are dashed or dotted."""
 
 
 def comparison(path: Path, groups: dict[str, list[Rows]]) -> Path | None:

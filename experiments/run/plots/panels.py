@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GREY = "#C8C8C8"
 DIGITS = 4
-FEW = 300  # axes whose ends have a smaller ratio have plain numbers as labels
+FEW = 300  # an axis with a smaller ratio of its ends has plain numbers as labels
 
 
 class Curve(NamedTuple):
@@ -26,7 +26,7 @@ class Curve(NamedTuple):
         middle: The mean or median over runs.
         low: The lower ends of the intervals.
         high: The upper ends of the intervals.
-        said: The sentence of the page about the runs.
+        said: The text about the runs that the page shows.
     """
 
     x: list[float] | None
@@ -48,7 +48,7 @@ class Panel(NamedTuple):
 
 
 def write_panels(path: Path, panels: Sequence[Panel]) -> None:
-    """Write panels as JSON, a line for each curve."""
+    """Write panels as JSON, with one line for each curve."""
     parts = []
     for panel in panels:
         curves = ",\n".join(
@@ -88,7 +88,7 @@ def highlighted(path: Path, panel: Panel, name: str, reference: str, called: Map
         path: The file.
         panel: The curves.
         name: The method.
-        reference: The one that is drawn in dashes.
+        reference: The method that is drawn dashed.
         called: The names of method and reference in the legend.
     """
     with figure(path, size=(4.6, 3.4)) as axes:

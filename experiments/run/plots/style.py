@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from contextlib import contextmanager
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
 CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 """Okabe and Ito's palette, as in metagrad/plots.mplstyle."""
-LONGEST_LABEL = 90  # characters of a line, which are as wide as a figure
+LONGEST_LABEL = 90  # number of characters that fit into the width of a figure
 INK, MUTED, FAINT = "#222222", "#767676", "#E4E4E4"
 
 
@@ -35,11 +36,25 @@ def figure(
 
 
 def thousands(axis: Any) -> None:
-    """Write 20,000 for 20000 on an axis of counts."""
+    """Label an axis of counts with thousands separators, such as 20,000."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def label_lines(axis: Any, *, gap: float = 0.07) -> None:
+    """Write the label of each line next to its end. Labels are at least a gap apart, in heights of the axis."""
+    lines = [line for line in axis.get_lines() if not line.get_label().startswith("_")]
+    place = axis.transScale + axis.transLimits
+    ends = sorted((place.transform(line.get_xydata()[-1])[1], i) for i, line in enumerate(lines))
+    free = [height - gap * rank for rank, (height, _) in enumerate(ends)]
+    for rank, (_, i) in enumerate(ends):  # the nearest ascending heights, by isotonic regression
+        means = (min(mean(free[j:k]) for k in range(rank + 1, len(free) + 1)) for j in range(rank + 1))
+        options = {"xycoords": "axes fraction", "va": "center", "annotation_clip": False}
+        axis.annotate(
+            lines[i].get_label(), (1.02, max(means) + gap * rank), color=lines[i].get_color(), **options
+        )
 
 
 def legend_below(*axes: Any, columns: int) -> None:

@@ -112,7 +112,7 @@ def test_ours_must_not_be_wrong(monkeypatch):
     monkeypatch.setitem(METHODS, OURS, scaled(1.001))
     with pytest.raises(
         SystemExit,
-        match=r'tiny: metagrad, "full" does not agree with the textbook loop: error 1\.0e-03\. Nothing',
+        match=r'tiny: metagrad, "full" does not agree with the naive loop: error 1\.0e-03\. Nothing',
     ):
         runner.agreement(ask, "tiny", [OURS])
 

@@ -46,7 +46,7 @@ def attack_on(graph, **options):
 
 
 @pytest.mark.parametrize("memory", ["full", "sqrt"])
-def test_the_meta_gradient_is_that_of_a_textbook_loop_on_a_dense_matrix(graph, memory):
+def test_the_meta_gradient_is_that_of_a_naive_loop_on_a_dense_matrix(graph, memory):
     graph = graph._replace(words=graph.words.double())
     attack = attack_on(graph._replace(words=graph.words.float()), memory=memory)
     pairs, weights = attack.candidates()

@@ -65,7 +65,7 @@ def textbook(defense, model, images, config):
 
 
 @pytest.mark.parametrize("defense", ["gradient", "cure", "curvature"])
-def test_the_gradient_of_a_penalty_is_that_of_a_textbook_loop(model, images, defense):
+def test_the_gradient_of_a_penalty_is_that_of_a_naive_loop(model, images, defense):
     config, parameters = settings(), list(model.parameters())
     found = objective(defense, model, images, config, 0.5, torch.Generator())
     expected = textbook(defense, model, images, config)

@@ -65,7 +65,7 @@ def textbook(data, step_loss, hyper, start, *, steps, lr, momentum):
     return torch.autograd.grad(outer, hyper)[0]
 
 
-def test_the_unrolled_hypergradient_is_that_of_a_textbook_loop(data):
+def test_the_unrolled_hypergradient_is_that_of_a_naive_loop(data):
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(6, CLASSES, dtype=torch.float64, generator=generator)
     logits = torch.randn(30, dtype=torch.float64, generator=generator).requires_grad_()

@@ -46,7 +46,7 @@ def ratings():
 
 
 @pytest.mark.parametrize("name", fast(["anil"], ["maml", "anil", "cavia"]))
-def test_the_meta_gradient_is_that_of_a_textbook_loop_on_whole_tables(ratings, name):
+def test_the_meta_gradient_is_that_of_a_naive_loop_on_whole_tables(ratings, name):
     batch = ratings.tasks("train", 4, 3).sample(3, generator=torch.Generator().manual_seed(0))
     batch = batch.to(dtype=torch.float64)
     torch.manual_seed(0)

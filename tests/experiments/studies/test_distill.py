@@ -36,7 +36,7 @@ def distillation(**options):
 
 
 @pytest.mark.parametrize("memory", ["sqrt"])
-def test_the_meta_gradient_is_that_of_a_textbook_loop(memory):
+def test_the_meta_gradient_is_that_of_a_naive_loop(memory):
     task, batch = distillation(memory=memory), drawings(20)
     params = task.fresh()
     found = task.meta_gradient(params, batch)

@@ -10,15 +10,15 @@ from experiments.studies.overhead import CHANGES, META, MODELS, PRODUCT, SECOND,
 SIZES = {"mlp": (3, 8, 8), "convnet": (2, 4, 4), "transformer": (1, 8, 4), "table": (1, 4, 8)}
 
 
-def result(model, quantity, remedy):
+def result(model, quantity, technique):
     torch.manual_seed(0)
     task = MODELS[model](*SIZES[model])
     own = ways(3)[quantity]
-    run = own[remedy](task) if remedy in own else own[""](CHANGES[remedy](task))
+    run = own[technique](task) if technique in own else own[""](CHANGES[technique](task))
     return flat(run.finish(run.hold()))
 
 
-REMEDIES = [
+TECHNIQUES = [
     (SECOND, "mg.checkpoint"),
     (PRODUCT, "forward over reverse"),
     (PRODUCT, "four mini-batches"),
@@ -29,12 +29,12 @@ REMEDIES = [
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_remedies_give_the_same_derivative(model):
-    for quantity, remedy in REMEDIES:
-        if (model, quantity, remedy) == ("table", META, "mg.checkpoint"):
+def test_techniques_give_the_same_derivative(model):
+    for quantity, technique in TECHNIQUES:
+        if (model, quantity, technique) == ("table", META, "mg.checkpoint"):
             continue  # a custom function reads the row-sparse table, and mg.checkpoint raises for that
-        expected, found = result(model, quantity, ""), result(model, quantity, remedy)
-        assert (found - expected).norm() <= 1e-4 * expected.norm(), (quantity, remedy)
+        expected, found = result(model, quantity, ""), result(model, quantity, technique)
+        assert (found - expected).norm() <= 1e-4 * expected.norm(), (quantity, technique)
 
 
 def test_first_order_gives_another():
@@ -54,6 +54,6 @@ def test_dense_gradients_of_a_table_take_more_memory():
 @pytest.mark.slow
 def test_the_small_program_writes_its_page(configured, tmp_path):
     text = study.run(configured(study, "preset=small", "rounds=1"), tmp_path)
-    assert "| Hessian product | mlp | convnet | transformer | table |" in text
+    assert "| Hessian-vector product | mlp | convnet | transformer | table |" in text
     assert "| table | sqrt |" in text
     assert (tmp_path / "overhead.png").stat().st_size > 0
