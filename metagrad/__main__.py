@@ -19,12 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-_INSTALLED = _ROOT / "metagrad_experiments"  # a wheel has the folders `experiments` and `conf` in here
+_INSTALLED = _ROOT / "metagrad_experiments"  # folder of `experiments` and `conf` in a wheel
 HOME = str(_INSTALLED if _INSTALLED.is_dir() else _ROOT)
 
 
 def main() -> None:
-    """Run the program that the command line names."""
+    """Run the program of the command line."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print((__doc__ or "").replace("``", "`"), end="")

@@ -1,4 +1,4 @@
-"""Data attribution: what each training example did to the trained model, and how well that predicts."""
+"""Data attribution: the effect of each training example on the trained model, and how well it predicts retraining."""
 
 from metagrad.attribution.baselines import EKFAC, TRAK, Influence, TracIn
 from metagrad.attribution.evaluation import Evaluation, Smoothness, auc, lds, loo, metasmoothness, subsets

@@ -97,7 +97,7 @@ class TRAK:
         return -(projected @ solved).T.to(trained.weights.dtype)
 
     def _projected(self, gradients: Tensor, block: int = 4096) -> Tensor:
-        """Multiply rows by a random matrix, which is made in blocks, in float64."""
+        """Multiply rows by a random matrix, which is generated in blocks in float64."""
         total = gradients.new_zeros(len(gradients), self.dim, dtype=torch.float64)
         generator = torch.Generator().manual_seed(self.seed)
         for part in torch.split(gradients, block, 1):

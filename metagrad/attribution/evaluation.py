@@ -1,4 +1,4 @@
-"""How well scores predict: against trainings that run again, each number with its interval."""
+"""How well scores predict: comparisons with retrained models, with intervals."""
 
 from __future__ import annotations
 

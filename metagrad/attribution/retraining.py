@@ -54,7 +54,7 @@ def retrain(
         The metrics of each training.
 
     Raises:
-        ValueError: The weights are no matrix with a column for each example.
+        ValueError: The weights are not a matrix with a column for each example.
 
     Example:
         >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -113,7 +113,7 @@ def _trained_together(training: Training, weights: Tensor) -> State:
     with training.model.training():
         for t in range(training.steps):
             grads, buffers = _gradient(training, state, weights, t)
-            if t == 0:  # matrix products choose the layout of gradients, and updates are slow in another one
+            if t == 0:  # matrix products choose the layout of gradients, other layouts are slow
                 params = {name: torch.empty_like(g).copy_(state.params[name]) for name, g in grads.items()}
                 state = State(params, rule.init(params), buffers)
             with torch.no_grad():

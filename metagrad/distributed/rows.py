@@ -65,7 +65,7 @@ def part_of(gradient: Tensor) -> Part:
 
 
 def _row_ndim(call: str, name: str, counted: Tensor) -> int:
-    """Return the number of row dimensions. Raise `ValueError` unless it is the same on all ranks with rows."""
+    """Return the number of row dimensions. Raise `ValueError` if ranks with rows differ."""
     found = sorted(set(counted.tolist()) - {0})
     if len(found) > 1:
         raise ValueError(

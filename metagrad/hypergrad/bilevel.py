@@ -100,7 +100,7 @@ def bilevel(
 
     Raises:
         ValueError: A number is out of its range, there are no batches, or ``params`` is a function with a warm start.
-            Also for the reasons of :func:`metagrad.hypergradient`.
+            It is also raised for the reasons of :func:`metagrad.hypergradient`.
         TypeError: An optimizer is neither a rule nor a function of tensors.
 
     Example:
@@ -143,7 +143,7 @@ def bilevel(
     inner_losses: list[Tensor] = []
 
     def here(outer_loss: Loss, inner_loss: Loss) -> Problem:
-        """Return the problem at the present parameters and hyperparameters."""
+        """Return the problem at the current parameters and hyperparameters."""
         found = first.wrapped({name: v.detach() for name, v in lower.values.items()})
         learned = first.hyper_of([leaf.detach() for leaf in upper.values.values()])
         return Problem(outer_loss, inner_loss, found, learned)

@@ -1,4 +1,4 @@
-"""The mixed derivative by a difference of gradients, with the identity in place of the inner loss's Hessian."""
+"""The mixed derivative by a difference of gradients. The identity replaces the Hessian of the inner loss."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class FiniteDifference:
 def _gradients(
     loss: Callable[[Params, Sequence[Tensor]], Tensor], values: Params, hyper: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Differentiate a loss with respect to the parameters and ``hyper``. None for a tensor it does not depend on."""
+    """Differentiate a loss with respect to the parameters and ``hyper``. None if it does not depend on a tensor."""
     values = {name: v if v.requires_grad else v.requires_grad_() for name, v in values.items()}
     with torch.enable_grad():
         return gradients(loss(values, hyper), [*values.values(), *hyper])

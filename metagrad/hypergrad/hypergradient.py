@@ -44,8 +44,8 @@ def hypergradient(
             treated as constants.
         hyper: The hyperparameters: a dict, or another pytree, of floating point tensors or SparseTensors.
         method: A row of the table. None is ``CG()``.
-        create_graph: Make the derivative differentiable with respect to ``hyper``. ``Unroll`` supports any order,
-            ``CG`` and ``Exact`` one more derivative. Every other method raises.
+        create_graph: Make the derivative differentiable with respect to ``hyper``. ``Unroll`` supports any order, and
+            ``CG`` and ``Exact`` support one more derivative. Every other method raises.
 
     Returns:
         A pytree like ``hyper``. The derivative of a SparseTensor is on the same pattern.
@@ -80,7 +80,7 @@ def hypergradient(
 
 
 def checked(method: HypergradientMethod) -> HypergradientMethod:
-    """Return ``method``. Raise ``TypeError`` unless it is a method."""
+    """Return ``method``. Raise ``TypeError`` unless ``method`` is a hypergradient method."""
     if isinstance(method, type) or not hasattr(method, "estimate"):
         raise TypeError(
             f"hypergradient(..., method): expected a method such as hypergrad.CG(steps=20), got {method!r}."

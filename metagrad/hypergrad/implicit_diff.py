@@ -27,7 +27,7 @@ from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative
 
 CALL = "implicit_diff(inner_loss, params)"
 LOOSE_FOR_TASKS = 0.1
-"""As :data:`~metagrad.hypergrad.implicit.LOOSE`, for stacked tasks, whose gradients are noisy."""
+"""Like :data:`~metagrad.hypergrad.implicit.LOOSE`, for stacked tasks, whose gradients are noisy."""
 
 
 class SplitLoss(NamedTuple):
@@ -62,8 +62,9 @@ def implicit_diff(
     matter. Only the graph of one gradient is stored.
 
     Args:
-        inner_loss: ``inner_loss(params)``, a scalar. Or losses ``[tasks]`` of stacked parameters, where each loss
-            depends on its own parameters. Then the Hessians of all tasks are inverted together and independently.
+        inner_loss: ``inner_loss(params)``, a scalar. It may also return losses ``[tasks]`` of stacked parameters, if
+            each loss depends only on its own parameters. Then the Hessians of all tasks are inverted together and
+            independently.
         params: The minimum by name, dense floating point tensors of one dtype. Stacked tasks have ``[tasks, ...]``
             each. A parameter that the loss does not depend on is a constant.
         method: An inverse of the Hessian: CG, Neumann, Exact or FirstOrder with a scale. Only CG and Exact,

@@ -21,7 +21,7 @@ from metagrad.hypergrad.implicit import ImplicitMethod
 
 @dataclass(frozen=True)
 class CG(ImplicitMethod):
-    r"""Conjugate gradients: :math:`(H + \mu I) u = \nabla_\phi f`, one Hessian-vector product a step.
+    r"""Conjugate gradients: :math:`(H + \mu I) u = \nabla_\phi f`, one Hessian-vector product per step.
 
     Each task stops independently, so tasks that run together have the same result as tasks that run separately. A
     Hessian that is not positive definite raises. A residual above one hundredth after all steps gives a warning.
@@ -74,7 +74,7 @@ class Neumann(ImplicitMethod):
     r"""The Neumann series :math:`u = \alpha \sum_{i < k} (I - \alpha (H + \mu I))^i \, \nabla_\phi f`, truncated.
 
     At the minimum it equals the unrolled derivative of the last k steps of gradient descent with learning rate
-    :math:`\alpha`. Its error falls by :math:`1 - \alpha \lambda_{\min}` a step.
+    :math:`\alpha`. Its error decreases by the factor :math:`1 - \alpha \lambda_{\min}` per step.
 
     Args:
         steps: The number k of terms, 1 or more.

@@ -38,7 +38,7 @@ class RootRun(NamedTuple):
 
 
 class RootMethod(Protocol):
-    """A method that makes the step of an iteration."""
+    """A method that computes the steps of an iteration."""
 
     def begin(self, f: Rows) -> Callable[[Iterate, Tensor], Iterate]:
         """Return a function of an iterate and the rows that still run to the next iterate."""
@@ -210,7 +210,7 @@ def _jacobian(f: Rows, x: Tensor) -> Rows:
 
 
 def _searched(f: Rows, now: Iterate, d: Tensor, active: Tensor) -> Iterate:
-    """Halve the step of each row until its residual decreases. A row without a decrease does not move."""
+    """Halve the step of each row until its residual decreases. A row without a decrease does not change."""
     size, lengths = length(now.f), torch.ones_like(length(now.f))
     found, is_done = now, ~active
     for _ in range(_HALVINGS):

@@ -1,4 +1,4 @@
-"""A bilevel problem: two losses, the parameters that minimize the inner one, and the hyperparameters of both."""
+"""A bilevel problem: two losses, the parameters that minimize the inner loss, and the hyperparameters."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Root:
 
     Attributes:
         value: The root, in the form of the start. Differentiable.
-        result: How the solve ended. For several rows, the first failure if there is one.
+        result: The result of the solve. For several rows, the first failure if there is one.
         stats: Steps, residuals and evaluations.
     """
 
@@ -85,7 +85,7 @@ def root(
               \frac{\partial f}{\partial \theta}
 
     :math:`\theta` is every tensor that requires grad and that ``f`` uses. A backward pass costs one linear solve with
-    the transposed Jacobian, whatever the ``order``. The way in which the root was found does not matter.
+    the transposed Jacobian, for any ``order``. The way in which the root was found does not matter.
 
     Args:
         f: A deterministic function of a tensor, or of a pytree of tensors, to values of the same shapes.
@@ -237,7 +237,7 @@ def implicit_root(
 
 
 class RootProblem:
-    """A function of trees as a function of rows ``[k, n]``, one for each independent root."""
+    """Converts a function of pytrees to a function of rows ``[k, n]``, one row for each independent root."""
 
     def __init__(self, call: str, f: Callable[[Any], Any], x: Tree, batch_ndim: int, order: int) -> None:
         check_function(call, "f", f)

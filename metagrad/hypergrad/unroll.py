@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 RuleOf: TypeAlias = "Rule | Callable[[Tree], Rule]"
-"""A rule, or a function of ``hyper`` that returns one, so that learning rates can be learned."""
+"""A rule, or a function of ``hyper`` that returns a rule, so that learning rates can be learned."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Unroll:
     how far the steps are from convergence.
 
     Args:
-        rule: A rule of :mod:`metagrad.optim.rules`. Or a function of ``hyper`` that returns one, so that
-            hyperparameters of the rule are also learned.
+        rule: A rule of :mod:`metagrad.optim.rules`. A function of ``hyper`` that returns a rule is also accepted, to
+            learn hyperparameters of the rule.
         steps: Number of steps, 1 or more.
         memory: Checkpointing policy, see :func:`metagrad.unroll`.
         truncate: Differentiate only through the last ``truncate`` steps. Earlier steps are constants. None means all.

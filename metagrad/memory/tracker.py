@@ -78,7 +78,7 @@ class MemoryTracker:
     Raises:
         ValueError: `device` is neither a CPU nor a CUDA device.
         RuntimeError: The tracker is opened a second time, while a tracker is open, under saved-tensor hooks, or
-            inside `torch.func.grad` or `vjp`. Or the tracker is closed while a phase is open.
+            inside `torch.func.grad` or `vjp`. It is also raised if the tracker is closed while a phase is open.
 
     Example:
         >>> import torch

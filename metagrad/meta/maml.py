@@ -86,7 +86,7 @@ class MAML(nn.Module):
             - None: The modules decide.
             - ``"transductive"``: The statistics of the current set (the support or the query examples of a task),
               also in evaluation.
-            - ``"support"``: The statistics of the support examples of the task, for its query examples as well.
+            - ``"support"``: The statistics of the support examples of the task, also for its query examples.
             - ``"running"``: The statistics of the current set in training, and running statistics in evaluation.
               They are updated once per pass, towards the mean over tasks.
             - ``"per_step"``: As ``"running"``, with separate running statistics, weights and biases for each inner
@@ -208,7 +208,7 @@ class MAML(nn.Module):
         Args:
             batch: ``support`` and ``query`` with ``x`` and ``y``, each ``[tasks, examples, ...]``. These are
                 attributes, keys of dicts, or pairs as in ``((xs, ys), (xq, yq))``. ``x`` and ``y`` may be dicts,
-                tuples or nested ones with tensors ``[tasks, ...]``. Values in them that are not tensors are
+                tuples or nested containers of tensors ``[tasks, ...]``. Values in them that are not tensors are
                 shared by all tasks.
             steps: The number of inner steps, if it differs from ``self.steps``.
 

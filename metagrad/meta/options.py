@@ -15,7 +15,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("lr", "inner_lr", "fast_lr"), "inner=metagrad.optim.rules.sgd(lr=...)"),
     **dict.fromkeys(("inner_steps", "num_steps", "adaptation_steps"), "steps=..."),
 }
-"""The arguments that other libraries call by other names."""
+"""Arguments by the names that other libraries use."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Options:
 
 
 def read_options(name: str, given: Mapping[str, Any]) -> Options:
-    """Return the options among keyword arguments. Raise ``TypeError`` if one is unknown."""
+    """Return the options among keyword arguments. Raise ``TypeError`` for an unknown argument."""
     refuse_unknown(name, given, [field.name for field in fields(Options)], _OTHER_NAMES)
     return Options(**given)
 
@@ -58,7 +58,7 @@ def refuse_unknown(
     known: Sequence[str],
     others: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise ``TypeError`` if a keyword argument is unknown. Other names suggest a known one."""
+    """Raise ``TypeError`` if a keyword argument is unknown. Names from other libraries suggest the known argument."""
     for key in given:
         if key not in known:
             hint = f"Did you mean {others[key]}? " if key in others else ""
@@ -68,6 +68,6 @@ def refuse_unknown(
 
 
 def refuse_fixed(name: str, given: Mapping[str, Any], **reasons: str) -> None:
-    """Raise ``TypeError`` if a keyword argument is one that an algorithm sets itself, for a reason."""
+    """Raise ``TypeError`` if an algorithm sets a given keyword argument itself."""
     for key in reasons.keys() & given.keys():
         raise TypeError(f"{name}(..., {key}): {reasons[key]}")

@@ -17,7 +17,7 @@ _CALL = "MAML(..., adapt)"
 def select_parameters(model: nn.Module, adapt: Adapt, trained: Mapping[str, Any]) -> list[str]:
     """Return the names of the adapted parameters, in the order of the model.
 
-    A tied parameter has several names. It is adapted if one of them is selected and none is excluded.
+    A tied parameter has several names. It is adapted if one name is selected and no name is excluded.
 
     Args:
         model: The model.
@@ -50,7 +50,7 @@ def _terms(adapt: object) -> list[str | nn.Module]:
 
 
 def _chosen(model: nn.Module, terms: list[str | nn.Module], trained: list[str]) -> list[str]:
-    # If all parts exclude, they exclude from all parameters.
+    # If all parts exclude parameters, all other parameters are selected.
     chosen = set(trained) if terms and all(map(_is_excluding, terms)) else set[str]()
     excluded = set[str]()
     for term in terms:

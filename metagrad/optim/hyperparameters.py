@@ -86,7 +86,7 @@ def values_at(name: str, value: Hyperparameter, step: int | Tensor, params: Para
 
 
 def is_used(value: Hyperparameter) -> bool:
-    """Return whether a hyperparameter is anything but the number 0."""
+    """Return whether a hyperparameter is not the number 0."""
     return not (isinstance(value, (int, float)) and value == 0)
 
 

@@ -133,11 +133,12 @@ def with_batch_ndim(rule: R, batch_ndim: int) -> R:
     """Return a rule for parameters whose first ``batch_ndim`` axes count tasks.
 
     Args:
-        rule: Any rule, or a chain or another composition of rules.
+        rule: Any rule, including chains and other compositions.
         batch_ndim: 1 for parameters ``[tasks, ...]``, 0 for parameters of one task.
 
     Returns:
-        The rule, with every field ``batch_ndim`` set. An elementwise rule has none and is returned itself.
+        The rule, with every field ``batch_ndim`` set. An elementwise rule has no such field and is returned
+        unchanged.
 
     Example:
         >>> from metagrad.optim.rule import with_batch_ndim

@@ -36,7 +36,7 @@ def sharpness_aware(
 
     Args:
         loss_fn: ``loss_fn(params, *args)``, a tensor with one element.
-        params: A pytree of floating point tensors that require grad. The loss must use each of them.
+        params: A pytree of floating point tensors that require grad. The loss must use each parameter.
         *args: Further arguments of the loss.
         rho: Length of the step uphill, :math:`\rho`.
         order: 1 or 2.

@@ -31,7 +31,7 @@ def check_shape(call: str, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def check_indices(call: str, row: Tensor, col: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the indices of entries as int64. Raise an error unless all are inside the shape."""
+    """Return the indices of entries as int64. Raise an error unless all indices are inside the shape."""
     check_ids(call, "row", row)
     check_ids(call, "col", col)
     if len(row) != len(col):

@@ -1,4 +1,4 @@
-"""The structure of a sparse matrix: which cells are stored, in one order, with its maps computed once."""
+"""The structure of a sparse matrix: the stored cells in a fixed order, with maps that are computed once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 def structural(compute: Callable[P, R]) -> Callable[P, R]:
-    """Compute indices that are kept outside of inference mode, whose tensors no graph may save."""
+    """Compute indices outside of inference mode, because a graph cannot save tensors of inference mode."""
 
     @functools.wraps(compute)
     def unseen(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -297,7 +297,7 @@ def clock() -> float:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Return the median seconds of some calls after one warm-up call."""
+    """Return the median seconds of several calls after one warm-up call."""
     run()
     times: list[float] = []
     for _ in range(REPEATS):

@@ -1,8 +1,8 @@
 """The columns of a table: one parser for CSV files, mappings and data frames.
 
 A column holds integers, floats, dates or text. Typed entries keep their type. The fields of a CSV file are text.
-Text is stripped. It is parsed only if its use needs numbers or if its type is declared. In both cases every
-entry must match the pattern of the type. Ids such as ``007`` and ``1_11`` therefore stay as they are written.
+Text is stripped. It is parsed only if its use needs numbers or if its type is declared. In both cases every entry
+must match the pattern of the type. Ids such as ``007`` and ``1_11`` therefore stay as they are written.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=Hashable)
 
-SHARES = {"train": 0.64, "validation": 0.16, "test": 0.20}  # as the published splits of 100 classes
+SHARES = {"train": 0.64, "validation": 0.16, "test": 0.20}  # as in published splits of 100 classes
 _OTHER_NAMES = {"training": "train", "val": "validation", "valid": "validation", "testing": "test"}
 
 
@@ -121,7 +121,7 @@ def _and_more(number: int) -> str:
 
 
 class Groups:
-    """The members of groups of unequal size.
+    """The members of groups, which may differ in size.
 
     Args:
         codes: Number of the group of each item, [items] int64. Items of no group have a negative number.

@@ -28,9 +28,9 @@ class Tabular:
     r"""Predict a column of a table from other columns. Rows with the same value in a third column form a task.
 
     The task column says which rows belong together, for example the user of a rating or the subject of a
-    measurement. A task of a batch is one of its values, drawn with equal probability, and `shots + queries` of the
-    rows with this value, drawn without replacement. Tasks are drawn independently, so a batch may contain a task
-    twice.
+    measurement. A task of a batch is a random value of this column with `shots + queries` random rows that have the
+    value. Values have equal probability, and rows are drawn without replacement. Tasks are drawn independently, so a
+    batch may contain a task twice.
 
     **Types.** Entries of a mapping or a data frame keep their type. The fields of a CSV file are text, without the
     white space around them, whatever they look like: the ids `007`, `7` and `1_1` are three tasks.
@@ -202,7 +202,7 @@ class Tabular:
         return self._numbered(names, values) if values.dtype.kind == "O" else self._tensor(values)
 
     def _numbers(self, table: Table, argument: str, names: Sequence[str], rows: np.ndarray | None) -> Tensor:
-        """Return columns of numbers, scaled to mean 0 and variance 1 over some rows unless there are none."""
+        """Return columns of numbers. With `rows`, they are scaled to mean 0 and variance 1 over these rows."""
         values = np.stack([table.numbers(argument, name) for name in names], 1)
         if rows is not None:
             spread = values[rows].std(0)
@@ -221,7 +221,7 @@ class Tabular:
 
 
 def _names_in(x: Inputs) -> list[str]:
-    """Return the names of the input columns. Raise `ValueError` if there are none."""
+    """Return the names of the input columns. Raise `ValueError` if `x` has no columns."""
     names: list[str] = []
     for part in x.values() if isinstance(x, Mapping) else [x]:
         names += [part] if isinstance(part, str) else list(part)

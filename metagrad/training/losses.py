@@ -1,4 +1,4 @@
-"""The losses of single examples, from a loss function that returns them or their mean."""
+"""The losses of single examples, from a loss function that returns these losses or their mean."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def example_losses(loss_fn: LossFn, output: Tree, target: Tree, count: int, *, w
     """Return the losses of the examples of a batch, ``[count]`` or ``[count, ...]``.
 
     Args:
-        loss_fn: Returns the losses, or the mean that a loss of torch takes of them.
+        loss_fn: Returns the losses of the examples, or their mean as a loss of torch computes it.
         output: Output of the model.
         target: Second argument of the loss.
         count: Number of examples.
         whole: True if the batch is a whole mini-batch. Ignored targets and class weights need it.
 
     Raises:
-        ValueError: The loss returns neither of the two.
+        ValueError: The loss function returns something else.
     """
     with _Means(whole=whole) as means:
         value = loss_fn(output, target)
@@ -65,7 +65,7 @@ _signature = functools.cache(inspect.signature)
 
 
 class _Means(Dispatch):
-    """Notes the terms of each mean that a loss of torch takes."""
+    """Records the terms of each mean that a loss of torch computes."""
 
     def __init__(self, *, whole: bool) -> None:
         super().__init__()

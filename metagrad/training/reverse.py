@@ -71,7 +71,7 @@ class Leaves(NamedTuple):
 
 
 def leaves_of(params: Params, inputs: Inputs, free: Iterable[Tensor]) -> Leaves:
-    """Return the tensors that a training is a function of."""
+    """Return the tensors that the result of a training depends on."""
     data = tree_leaves(inputs.examples.tensors) if inputs.examples.tensors is not None else []
     rule = list({id(t): t for _, t in hyperparameters_in(inputs.rule)}.values())
     return Leaves(list(params.values()), [inputs.weights], data, rule, list(free))
@@ -188,14 +188,14 @@ class Pullback:
         return StateCotangents(params, optimizer, buffers), gradient.loss
 
     def through_init(self, params: Params, first: StateCotangents) -> Cotangents:
-        """Return the cotangents of the initial parameters, which the first state of the optimizer can depend on."""
+        """Return the cotangents of the initial parameters. The first state of the optimizer may depend on them."""
         found = self._through_rule(lambda rule, params: rule.init(params), (params,), first.optimizer)
         return list(map(plus, first.params, found))
 
     def _through_update(
         self, state: State, grads: Params, after: StateCotangents
     ) -> tuple[Cotangents, Cotangents, Cotangents]:
-        """Return the cotangents of the gradient, and of the parameters and the optimizer's state in the update."""
+        """Return the cotangents of the inputs of the update: gradient, parameters and optimizer state."""
         found = self._through_rule(
             lambda rule, grads, params, optimizer: rule.update(grads, optimizer, params),
             (grads, state.params, state.optimizer),
@@ -232,7 +232,7 @@ class Pullback:
     def _through_gradient(
         self, graph: PartGraph, along: Cotangents, loss: Tensor | None, buffers: Cotangents
     ) -> tuple[Cotangents, Cotangents]:
-        """Return the cotangents of the parameters and the buffers in the gradient of a part."""
+        """Return the cotangents of the parameters and the buffers, through the gradient of a part."""
         gradient = graph.gradient
         outputs = [*gradient.grads.values(), gradient.loss, *gradient.buffers.values()]
         inputs = [*graph.params.values(), *graph.buffers.values()]

@@ -1,4 +1,4 @@
-"""A training as a differentiable function of whatever requires grad."""
+"""A training as a differentiable function of all tensors that require grad."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Training:
 
     Raises:
         ValueError: An argument is out of range, or the model is in evaluation mode.
-        TypeError: The data is an iterator, or ``optimizer`` is no functional optimizer.
+        TypeError: The data is an iterator, or ``optimizer`` is not a functional optimizer.
 
     Example:
         The derivative of the trained weight with respect to the weight of each example:
@@ -155,7 +155,7 @@ class Training:
             params: Initial parameters by name. The default is the parameters of the model.
             optimizer: Another functional optimizer.
             memory: Which states are stored for the backward pass.
-            states: Number of states that are stored, in place of ``memory``.
+            states: Number of stored states. It replaces ``memory``.
             offload: Place of the stored states. ``"cpu"`` is pinned host memory, for a model on a GPU. A path
                 is a folder. If the program is interrupted, the same call resumes from the folder. The result
                 is bitwise identical. It also resumes the backward pass.
@@ -191,11 +191,11 @@ class Training:
         params: Params | None = None,
         optimizer: Rule | None = None,
     ) -> Plan:
-        """Return which states are stored and how many steps run, before anything runs.
+        """Return the stored states and the number of steps, without running the training.
 
         Args:
             memory: Which states are stored, as in :meth:`__call__`.
-            states: Number of states, in place of ``memory``.
+            states: Number of states. It replaces ``memory``.
             params: Initial parameters by name.
             optimizer: The functional optimizer.
         """
@@ -253,7 +253,7 @@ class Training:
 
 
 class Trained:
-    """A trained model, as a differentiable function of what the training was called with.
+    """A trained model, as a differentiable function of the inputs of the training.
 
     Attributes:
         training: The training, a :class:`metagrad.Training`.

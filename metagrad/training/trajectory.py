@@ -1,4 +1,4 @@
-"""A training that was run: as many of its states as fit, and the backward sweeps through its steps."""
+"""A training that was run: as many states as fit, and the backward sweeps through the steps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Trajectory:
         step: The step.
         inputs: The inputs of the training.
         leaves: The tensors that the training is a function of.
-        wanted: For each of them, True if it is differentiated.
+        wanted: For each tensor, True if it is differentiated.
         params: Initial parameters.
         plan: Which states are kept. None keeps the graph of every step.
         offload: Place of the states: None for the memory of the model, ``"cpu"`` or a folder.
@@ -144,7 +144,7 @@ class Trajectory:
         """
         self._refuse_changes()
         if any(want and not had for want, had in zip(wanted.flat(), self.wanted.flat(), strict=True)):
-            self.graphs.clear()  # they lack a leaf
+            self.graphs.clear()  # a leaf is missing
         pull = Pullback(self.step, self.inputs, self.leaves, wanted, count)
         after = after._replace(params=[c if c is None else pull.widened(c) for c in after.params])
         last, random = _norms(after.params), RandomState()

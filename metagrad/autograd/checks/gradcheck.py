@@ -1,4 +1,4 @@
-"""Checking derivatives of any order by finite differences of the derivative below."""
+"""Check derivatives of any order by finite differences of the next lower derivative."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def gradcheck(
 
     Raises:
         GradcheckError: A derivative is incorrect or detached. The message names the input and the order.
-        ValueError: No input requires grad, or one that does is not float64. ``fn`` returns no floating point tensor.
-            ``order`` or ``directions`` is not an int of 1 or more.
+        ValueError: No input requires grad, or an input that requires grad is not float64. ``fn`` returns no floating
+            point tensor. ``order`` or ``directions`` is not an int of 1 or more.
 
     Example:
         >>> x = torch.tensor([0.3, 0.5], dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Reading a graph for nodes whose further derivatives are missing or incorrect."""
+"""Find the nodes of a graph whose further derivatives are missing or incorrect."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def custom_functions(nodes: Iterable[Node]) -> list[str]:
-    """Return the names of the classes of ``autograd.Function`` in a graph that are neither metagrad's nor torch's."""
+    """Return the names of custom ``autograd.Function`` classes in a graph, except metagrad's and torch's."""
     classes: list[Any] = [type(n) for n in nodes if isinstance(n, BackwardCFunction)]
     functions: set[Any] = {cls._forward_cls for cls in classes}
     return sorted(f.__name__ for f in functions if f.__module__.split(".")[0] not in ("metagrad", "torch"))

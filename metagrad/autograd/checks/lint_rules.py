@@ -294,7 +294,7 @@ _PIECEWISE_LINEAR = (
 
 
 def is_piecewise_linear(name: str) -> bool:
-    """Return whether a node belongs to a piecewise linear activation. Its zero second derivative is no defect.
+    """Return whether a node belongs to a piecewise linear activation. A second derivative of zero is correct there.
 
     Example:
         >>> from metagrad.autograd.checks.lint_rules import is_piecewise_linear

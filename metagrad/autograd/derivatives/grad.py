@@ -103,7 +103,7 @@ def check_loss(call: str, loss: Tensor) -> None:
 
 
 def refuse_complex(call: str, loss: Tensor) -> None:
-    """Raise ``ValueError`` if a loss is complex. Given a cotangent, torch would silently use its real part."""
+    """Raise ``ValueError`` if a loss is complex. Torch silently uses the real part if a cotangent is given."""
     if loss.is_complex():
         raise ValueError(
             f"{call}: the loss must be real, got {loss.dtype}; a complex number has no gradient to descend along. "
@@ -112,7 +112,7 @@ def refuse_complex(call: str, loss: Tensor) -> None:
 
 
 def check_params(call: str, params: Tree, leaves: Sequence[object]) -> None:
-    """Raise if a leaf is no tensor that requires grad. The message names the leaf."""
+    """Raise unless all leaves are tensors that require grad. The message names the leaf."""
     if all(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return
     for name, leaf in zip(leaf_names(params, "params"), leaves, strict=True):

@@ -22,7 +22,7 @@ def graph_vjp(
 
     .. math:: \sum_o J_o^\top u_o, \qquad H v = J_g^\top v \text{ for a gradient } g
 
-    Outputs that do not require grad, or that are None or have a cotangent of None, are omitted.
+    Outputs are omitted if they do not require grad, are None, or have a cotangent of None.
 
     Args:
         outputs: Tensors with a graph, of any shapes, or their gradient edges.

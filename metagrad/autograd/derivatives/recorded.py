@@ -156,7 +156,7 @@ def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bo
         create_graph: Return differentiable products.
 
     Raises:
-        ValueError: The loss is no scalar with a graph, or it does not depend on a parameter. A parameter has two
+        ValueError: The loss is not a scalar with a graph, or it does not depend on a parameter. A parameter has two
             names or a sparse gradient. An operation lacks a derivative.
     """
     check_loss(call, loss)
@@ -175,7 +175,7 @@ def checked_leaves(call: str, params: Tree) -> dict[str, Tensor]:
 
     Raises:
         ValueError: A leaf does not require grad or has two names, or there is no leaf.
-        TypeError: A leaf is no tensor.
+        TypeError: A leaf is not a tensor.
     """
     leaves, names = tree_leaves(params), leaf_names(params, "params")
     check_params(call, params, leaves)

@@ -62,8 +62,8 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
         The return value of ``fn``, a pytree of tensors and constants.
 
     Raises:
-        ValueError: ``fn`` writes in place into an argument or into a tensor that requires grad. Or it writes into a
-            tensor of more than 16384 entries that another function made.
+        ValueError: ``fn`` writes in place into an argument or into a tensor that requires grad. It is also raised if
+            ``fn`` writes into a tensor of more than 16384 entries that another function made.
         RuntimeError: In the backward pass, if a tensor that ``fn`` reads was modified in place, or if ``fn`` does not
             repeat its computation.
 
@@ -143,7 +143,7 @@ class Vjp:
 
     Args:
         call: The function :math:`y(x)`.
-        num_tensors: How many of the first operands are :math:`x`. The rest are :math:`\bar y`.
+        num_tensors: The number of first operands that are :math:`x`. The rest are :math:`\bar y`.
         wanted: The numbers of the operands to differentiate with respect to.
         present: The numbers of the outputs that have a cotangent.
     """

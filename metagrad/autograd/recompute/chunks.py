@@ -47,7 +47,7 @@ def linear_cross_entropy(
         The loss, in float32 or wider.
 
     Raises:
-        ValueError: The shapes do not match, or a label is no class.
+        ValueError: The shapes do not match, or a label is not a class.
         TypeError: ``labels`` are not integers.
 
     Example:

@@ -50,7 +50,7 @@ class Fingerprint:
         """Return a sentence about the first difference from ``tensors``, or None.
 
         Args:
-            tensors: As many tensors as the fingerprint has.
+            tensors: The tensors to compare, as many as in the fingerprint.
             exact: True if all bits must agree. False allows rounding errors.
         """
         other = Fingerprint(tensors)
@@ -103,7 +103,7 @@ def kind_of(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None
     if tensor is None or is_functorch_wrapped(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     if getattr(type(tensor), "__torch_dispatch__", None) is not _PLAIN_DISPATCH:
-        return None  # a subclass with operations of its own
+        return None  # a subclass with its own operations
     return tensor.dtype, tuple(tensor.shape)
 
 

@@ -1,4 +1,4 @@
-"""One call of a function, recorded so that it can be run again on other values of the tensors that it read.
+"""Record a call of a function, and run it again on other values of the tensors that it read.
 
 A :class:`Call` remembers at call time everything that can differ later:
 
@@ -7,7 +7,7 @@ A :class:`Call` remembers at call time everything that can differ later:
 - Random numbers, autocast and flags. See :mod:`metagrad.core.capture`.
 - Function modes. See :mod:`metagrad.core.dispatch`.
 
-The second run sees all of these as the first run saw them. Its results are compared with the first results.
+The second run has the same values of all these. Its results are compared with the first results.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Recording(NamedTuple):
 
 
 class ReachableTensor(NamedTuple):
-    """A tensor that a call could read although it is no argument.
+    """A tensor that a call could read, although it is not an argument.
 
     Attributes:
         place: The place that holds the tensor.
@@ -226,7 +226,7 @@ class ExpectedResults:
     Args:
         walk: The graph of the first results.
         outputs: The first results.
-        num_kept: How many of the first results the caller keeps anyway, so that they can be kept here.
+        num_kept: The number of first results that the caller keeps anyway. They are also kept here.
     """
 
     def __init__(self, walk: _GraphWalk, outputs: list[Tensor], num_kept: int) -> None:
@@ -242,7 +242,7 @@ class ExpectedResults:
         self.others = Fingerprint(others) if others else None
 
     def difference(self, outputs: list[Tensor], boundary: Container[Edge] | None) -> str | None:
-        """Return what differs from the first run, or None.
+        """Return a description of the difference from the first run, or None.
 
         Args:
             outputs: The results of the recomputation.
@@ -304,10 +304,11 @@ def record(
         kwargs: Trees of tensors and constants.
         name: How errors name the call.
         state: The state that the calls of a loop share. None for a single call.
-        num_kept: How many of the first results the caller keeps anyway. The recomputed ones are compared with them.
+        num_kept: The number of first results that the caller keeps anyway. The recomputed ones are compared with
+            them.
 
     Raises:
-        ValueError: ``fn`` writes in place into an argument, or into another tensor that is no buffer of a module.
+        ValueError: ``fn`` writes in place into an argument, or into another tensor that is not a buffer of a module.
     """
     given, arguments = dissect((args, kwargs))
     state = CallState(fn, name) if state is None else state

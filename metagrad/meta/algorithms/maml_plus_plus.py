@@ -60,8 +60,8 @@ class MAMLPlusPlus(MAML):
         first_order_updates: The number of first updates that treat inner gradients as constants.
         norm: The statistics of normalization layers, as in :class:`MAML`. Pass None for models without batch
             normalization. The paper describes running statistics of each step, ``"per_step"``. Its code uses the
-            statistics of the current set, also in evaluation, which is the default here. Do not train with
-            one policy and evaluate with the other, since adaptation may diverge.
+            statistics of the current set, also in evaluation, which is the default here. Use the same policy in
+            training and evaluation, since adaptation may diverge otherwise.
         order: The order after the first-order updates.
         query_weights: The weights of the query losses after each inner step, numbers or 0-d tensors. Tensors may be
             learned. They replace the annealed weights. If a call has another number of steps, only its last loss

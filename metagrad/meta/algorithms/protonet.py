@@ -25,8 +25,9 @@ class ProtoNet(HeadAlgorithm):
     in their number of shots.
 
     Args:
-        model: The embedding :math:`f_\theta`. It returns ``[examples, ...]``, whose other axes are features. All its
-            parameters that require grad are meta-learned. It is called as in :class:`metagrad.MAML`.
+        model: The embedding :math:`f_\theta`. It returns ``[examples, ...]``, and all axes except the first are
+            features. All its parameters that require grad are meta-learned. It is called as in
+            :class:`metagrad.MAML`.
         loss_fn: ``loss_fn(logits, target) -> scalar``, for the query examples of one task.
         distance: ``"euclidean"`` is the squared distance of the paper. The logits of ``"cosine"`` are bounded by
             ``scale``.

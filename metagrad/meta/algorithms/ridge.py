@@ -41,7 +41,7 @@ def solved(gram: Tensor, penalty: float | Tensor, b: Tensor) -> Tensor:
 
 
 def with_ones(features: Tensor, labels: Tensor | None = None) -> Tensor:
-    """Append a constant feature for the intercept. It is 1, or 0 for examples without a label."""
+    """Append a constant feature for the intercept. The feature is 1, or 0 for examples without a label."""
     if labels is None:
         return F.pad(features, (0, 1), value=1.0)
     return torch.cat([features, labels.sum(-1, keepdim=True)], dim=-1)

@@ -1,1 +1,1 @@
-"""What can be known of a training before it begins: which derivatives are right, and what a step costs in memory."""
+"""Checks before a training: which derivatives are correct, and how much memory a step needs."""

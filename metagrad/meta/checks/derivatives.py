@@ -83,9 +83,9 @@ class Subject(NamedTuple):
 
 
 class Trace:
-    """The recorded calls of the modules during a loss.
+    """The calls of modules that are recorded while the loss is computed.
 
-    A call can be repeated with the buffers and random numbers of the first.
+    A call can be repeated with the same buffers and random numbers.
 
     Attributes:
         subject: The loss.
@@ -178,7 +178,7 @@ def measured_defects(subject: Subject, order: int, known: Sequence[ModuleFinding
     Args:
         subject: The model, its loss and examples.
         order: The highest derivative to compare.
-        known: Findings about modules that need no further comparison.
+        known: Findings about modules, which are not compared again.
 
     Raises:
         UnmeasurableError: If the loss cannot be computed in float64.

@@ -35,10 +35,10 @@ from metagrad.optim import rules
 from metagrad.optim.rules import Rule
 
 _CALL = "preflight(model, loss_fn, batch)"
-_MAX_EXAMPLES = 4  # derivatives are compared on at most so many examples
+_MAX_EXAMPLES = 4  # maximum number of examples for the comparison of derivatives
 _MODES = ("full", "step")
 _WARM_UP = 2  # meta-steps until a recomputed derivative needs as much memory as in training
-_MEASURED = 3  # so many inner steps are measured. The memory of a longer loop is extrapolated
+_MEASURED = 3  # number of measured inner steps. The memory of a longer loop is extrapolated
 
 
 def preflight(
@@ -80,8 +80,8 @@ def preflight(
         measured on at most 3 inner steps and extrapolated to more. For plain data, it has one row per order.
 
     Raises:
-        ValueError: If ``order`` is not 1 to 3, or the loss is not a scalar that depends on a parameter. Also if only
-            one of ``inner`` and ``steps`` is given, or both are given for plain data.
+        ValueError: If ``order`` is not 1 to 3, or the loss is not a scalar that depends on a parameter. It is also
+            raised if only one of ``inner`` and ``steps`` is given, or if both are given for plain data.
         TypeError: If ``model`` is not a module, or the batch has another form.
 
     Example:
@@ -176,7 +176,7 @@ def _of_maml(maml: MAML, batch: Any, order: int | None, steps: int | None) -> _R
 
 
 def _small_part(subject: Subject) -> Subject:
-    """Return the loss of a few examples, or of all if the model does not accept fewer."""
+    """Return the loss of a few examples, or of all examples if the model does not accept fewer."""
     x, y = subject.x, subject.y
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.ndim and y.ndim and len(x) == len(y)):
         return subject
@@ -184,7 +184,7 @@ def _small_part(subject: Subject) -> Subject:
     try:
         with torch.no_grad():
             part.loss()
-    except Exception:  # of the model: its number of examples is fixed, or it raises for all of them as well
+    except Exception:  # of the model: its number of examples is fixed, or it also raises for all examples
         return subject
     return part
 
@@ -207,7 +207,7 @@ def _is_meta_batch(batch: Any) -> bool:
 
 def _report(request: _Request) -> Preflight:
     part, order, maml = request.part, request.order, request.maml
-    # The second derivative of attention needs the kernel that MAML uses as well.
+    # The second derivative of attention needs the kernel that MAML also uses.
     with contextlib.nullcontext() if maml is None else unfused_attention():
         findings, notes = known_defects(part, order), list[str]()
         try:

@@ -1,4 +1,4 @@
-"""Compile a small meta-batch as one function, and decide what runs eagerly."""
+"""Compile a small meta-batch as one function, and decide which meta-batches run eagerly."""
 
 from __future__ import annotations
 

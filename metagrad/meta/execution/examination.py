@@ -95,7 +95,7 @@ class Examination:
                     again = self.probe(params)
                     loop = _difference(loss, again, drawn, state.changed(first), paths)
         except Exception:
-            # A backward pass with parameters that it does not expect may raise.
+            # A backward pass with unexpected parameters may raise.
             if not any(read.is_reentrant for read in forward) and not backward:
                 return None
         finally:
@@ -147,7 +147,7 @@ def _difference(
     changed: tuple[nn.Module, str] | None,
     paths: Mapping[nn.Module, str],
 ) -> str | None:
-    """Return the difference or the change of two calls, or None."""
+    """Return a description of how two calls differ, or of what a call changed, or None."""
     if drawn:
         return f"the model draws from {min(drawn)}, which stacked tasks would do once for all of them"
     if changed is not None:

@@ -1,8 +1,8 @@
 """Losses and meta-gradients that are NaN or Inf: raise an error that names the task, or exclude such tasks.
 
 A finite gradient costs only the check. If a gradient is not finite, the gradient of each task is computed again with
-cotangents scaled to one. If all of them are finite, the gradient overflowed because the loss was scaled. The
-``GradScaler`` handles that case.
+cotangents scaled to one. If all gradients are finite now, the first gradient overflowed because the loss was scaled.
+The ``GradScaler`` handles that case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SKIP = 'with nonfinite="skip" such tasks are left out and counted'
 
 
 def finite_tasks(results: Adaptation | Evaluation, policy: Nonfinite, name: str = "MAML") -> Tensor | None:
-    """Return whether the losses of each task are finite, ``[tasks]``, or None if all are.
+    """Return whether the losses of each task are finite, ``[tasks]``, or None if all losses are finite.
 
     Args:
         results: The results with the losses.
@@ -165,7 +165,7 @@ class GradientCheck:
         return tree_unflatten(values, spec)
 
     def _begin(self, place: int, cotangent: Tensor) -> None:
-        """Begin the backward pass of a result.
+        """Start the backward pass of a result.
 
         Raises:
             RuntimeError: A parameter was modified since the forward pass.

@@ -24,7 +24,7 @@ from metagrad.sparse.tables.touched import find_tables, touched_rows
 
 
 def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule, params: Params) -> tuple[str, ...]:
-    """Return the names of tables as MAML uses them. Raise for frozen tables, and hyperparameters for each row.
+    """Return the names of tables in MAML's form. Raise for frozen tables, and for hyperparameters per row.
 
     Args:
         model: The model.

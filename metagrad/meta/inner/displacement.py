@@ -94,7 +94,7 @@ def _weighted(weights: Tensor, value: Tensor) -> Tensor:
 
 
 class _Constant(Function):
-    """Identity of a gradient that raises if it is differentiated."""
+    """Identity for a gradient. It raises an error if it is differentiated."""
 
     @staticmethod
     def forward(gradient, start):
@@ -113,7 +113,7 @@ class _Constant(Function):
 
 
 def _once(move: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the displacement of table rows. The last row may be repeated, and counts once."""
+    """Return the displacement of table rows. The last row may be repeated. Repeats count once."""
     if rows is None:
         return move
     is_new = torch.cat([torch.ones_like(rows[..., :1]), rows.diff()], -1) != 0

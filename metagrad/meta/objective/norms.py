@@ -110,7 +110,7 @@ class PerStepNorms(nn.Module):
                     self.replaced.add(f"{name}.{kind}".lstrip("."))
 
     def others(self, names: Iterable[str]) -> list[str]:
-        """Return the names of parameters that are not replaced here. Raise if none remain."""
+        """Return the names of parameters that are not replaced here. Raise an error if no parameter remains."""
         others = [name for name in names if name not in self.replaced]
         if not others:
             raise ValueError(
@@ -222,7 +222,7 @@ class NormPass:
         norms: The policy.
         number: 2t for the support examples at step t, 2t + 1 for the query examples after it.
         is_counted: Whether the pass updates running statistics.
-        reference: The support examples, whose statistics normalize query examples with ``"support"``.
+        reference: The support examples. With ``"support"``, their statistics normalize the query examples.
     """
 
     norms: Norms

@@ -186,7 +186,7 @@ def num_tasks(value: Nested) -> int:
 
 
 def task_squares(values: Iterable[Tensor], num_axes: int) -> Tensor:
-    """Return the sum of the squares of all elements. With ``num_axes=1``, return it for each task.
+    """Return the sum of the squares of all elements. With ``num_axes=1``, return one sum for each task.
 
     Half precision is converted to float32, since squares overflow and underflow in float16.
     """

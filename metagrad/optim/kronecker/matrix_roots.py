@@ -166,7 +166,7 @@ def _second_derivative_of_power(x: Tensor, u: Tensor, w: Tensor, p: int) -> Tens
 
 
 class _Eigenvectors(Function):
-    """Given eigenvectors and eigenvalues, with derivatives. The derivative of the vectors uses both."""
+    """Identity for given eigenvectors and eigenvalues that adds their derivatives."""
 
     generate_vmap_rule = True
 
@@ -192,7 +192,7 @@ def _inverse_gaps(values: Tensor) -> Tensor:
 
 
 def _rounding(values: Tensor) -> Tensor:
-    """Return the rounding error of eigenvalues ``[..., n]``, as ``[..., 1]``."""
+    """Return the rounding error ``[..., 1]`` of eigenvalues ``[..., n]``."""
     return values.shape[-1] * torch.finfo(values.dtype).eps * values.detach().abs().amax(-1, keepdim=True)
 
 

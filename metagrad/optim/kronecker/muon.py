@@ -44,8 +44,8 @@ class MuonRule(AxisMatrices):
     embeddings and the last layer another rule. If tasks are stacked, every task has its own matrices.
 
     A gradient of exactly zero gives a step of zero, and is differentiable. torch's optimizer iterates in bfloat16,
-    where a step has 3 digits and its derivatives may have none. So a step that is differentiated must iterate in the
-    dtype of the parameters.
+    where a step has 3 correct digits and its derivatives may have no correct digit. So a step that is differentiated
+    must iterate in the dtype of the parameters.
 
     These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, weight_decay, momentum, eps.
 
@@ -66,7 +66,7 @@ class MuonRule(AxisMatrices):
 
     Raises:
         ValueError: ``adjust_lr_fn`` is unknown, ``ns_steps`` is negative, or the coefficients are not three
-            numbers. ``init`` raises it for a parameter that is no matrix.
+            numbers. ``init`` raises it for a parameter that is not a matrix.
 
     Example:
         Two iterations by Newton's polynomial of third order, (3 s - s**3) / 2, on the singular values 0.8 and 0.6:
@@ -199,7 +199,7 @@ class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):
             Parameters and state do not change.
 
     Raises:
-        ValueError: A parameter is no matrix, or a hyperparameter is out of its range.
+        ValueError: A parameter is not a matrix, or a hyperparameter is out of its range.
         TypeError: A parameter is complex, or a hyperparameter is not a number.
 
     Example:

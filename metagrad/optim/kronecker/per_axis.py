@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class AxisMatrices(PerParameter):
-    """A rule whose slots may be tuples of matrices, as many as a parameter has axes.
+    """A rule whose slots may be tuples of matrices, one for each axis of a parameter.
 
     Scalars are treated as vectors of one element.
     """

@@ -38,7 +38,7 @@ class ShampooState(NamedTuple):
         velocity: Momentum: decaying sums of the preconditioned gradients, in the shapes of the parameters.
         square: Averages of the squares of the gradients, for the length of a step. None unless ``graft``.
         statistics: Sums or averages of the products of gradients along each axis.
-        roots: Inverse roots of the statistics, as of their last computation.
+        roots: Inverse roots of the statistics, from their last computation.
     """
 
     step: int
@@ -87,7 +87,7 @@ class ShampooRule(AxisMatrices):
         maximize: Climb: use the gradient with the other sign. Weights decay as before.
 
     Raises:
-        ValueError: ``decay`` is above 1, or ``block_size`` or ``root_every`` is no whole number of at least 1.
+        ValueError: ``decay`` is above 1, or ``block_size`` or ``root_every`` is not an integer of at least 1.
 
     Example:
         The first step is the gradient with all singular values 1:
@@ -216,7 +216,7 @@ class ShampooRule(AxisMatrices):
         return torch.where((g == 0).all(own, keepdim=True) if own else g == 0, 1, g)
 
     def _ratio(self, wanted: Tensor, own: Tensor) -> Tensor:
-        """Return the ratio of two norms of a parameter, for each task. The ratio to a norm of 0 is 0."""
+        """Return the ratio of two norms of a parameter for each task, or 0 if the denominator is 0."""
         batch = own.shape[: self.batch_ndim]
         numerator, divisor = (matrix_norm(value.reshape((*batch, 1, -1))) for value in (wanted, own))
         ratio = torch.where(divisor == 0, 0, numerator / torch.where(divisor == 0, 1, divisor))

@@ -192,7 +192,7 @@ class SOAPRule(AxisMatrices):
         return error * (error / torch.where(error > 0, eigenvalue, 1))
 
     def _turned(self, axes: tuple[int, ...]) -> list[int]:
-        """Return the axes that have a basis of their own."""
+        """Return the axes that have a basis."""
         if len(axes) == 1 and not self.precondition_1d:
             return []
         return [axis for axis, size in enumerate(axes) if size <= self.max_size]
@@ -203,7 +203,7 @@ class SOAPRule(AxisMatrices):
     def _turned_on(
         self, second: Tensor, axes: list[int], statistics: Matrices, bases: Matrices, shift: float | Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the second moment in the order of new bases, and the bases, by a step of the power iteration."""
+        """Take a step of the power iteration. Return the reordered second moment and the new bases."""
         new: list[Tensor] = []
         for axis, matrix, basis in zip(axes, statistics, bases, strict=True):
             order = by_curvature(matrix, basis)

@@ -81,7 +81,7 @@ class Residuals(Gaussian):
             return evaluated(self.fn, self.examples, {**self.params, **params})
 
     def value(self) -> Tensor:
-        """Return the loss, whose gradient is computed from the rows if the residuals have no graph."""
+        """Return the loss. Its gradient comes from the rows if the residuals have no graph."""
         if self.output.requires_grad:
             return self.scale * self.output.square().sum()
         return _SumOfSquares.apply(self, *self.moving.values())
@@ -100,7 +100,7 @@ def evaluated(fn: Callable[..., Tensor], examples: Examples | None, params: Mapp
 
 
 def _rows_of_graph(output: Tensor, params: Params) -> Tensor:
-    """Compute the rows by as many products as there are residuals, or parameters if they are fewer."""
+    """Compute the rows, with one product for each residual, or for each parameter if there are fewer parameters."""
     count, size = output.numel(), sum(p.numel() for p in params.values())
     graph = Recorded("opt.residuals(fn)", [output], params)
     identity = torch.eye(min(count, size), dtype=output.dtype, device=output.device)
@@ -141,10 +141,10 @@ class DenseSystem:
 
     Args:
         terms: The residuals.
-        params: The parameters that move, by name.
+        params: The parameters that are updated, by name.
         g: Gradient of the objective, ``[n]``.
         decay: Factor of the parameters' penalty.
-        moves: Whether each coordinate moves, ``[n]``. None if all do.
+        moves: Whether each coordinate is updated, ``[n]``. None if all coordinates are updated.
 
     Attributes:
         is_complete: True if the residuals are the whole objective.

@@ -49,8 +49,8 @@ class GaussNewton(NewtonCG):
 
     ``solver="dense"`` factorizes the system, in float64 and in the smaller of its two spaces. A step that does not
     descend is rejected, and the system is factorized again with more damping. This needs rows of the Jacobian, so
-    losses must come from :meth:`residuals`. With ``geodesic``, the step follows the curvature of the residuals, at
-    the cost of one evaluation of them. For a few thousand parameters or residuals, a dense step costs less than a
+    losses must come from :meth:`residuals`. With ``geodesic``, the step follows the curvature of the residuals. This
+    costs one evaluation of the residuals. For a few thousand parameters or residuals, a dense step costs less than a
     handful of products. It is exact, while conjugate gradients stop early.
 
     With ``solver="cg"``, damping and length are as in :class:`NewtonCG`. Products dominate the cost, so the direction
@@ -152,9 +152,9 @@ class GaussNewton(NewtonCG):
         """
         if self._noted is None:
             return loss_fn(output)
-        own, count = output.view_as(output), len(self._noted)  # which has its own node in the graph
+        own, count = output.view_as(output), len(self._noted)  # a view, which has its own node in the graph
         value = loss_fn(own)
-        self._noted[count:] = RecordedLoss.of(value, CustomOutputLoss(loss_fn, own))  # and none of its parts
+        self._noted[count:] = RecordedLoss.of(value, CustomOutputLoss(loss_fn, own))  # none from loss_fn
         return value
 
     def residuals(
@@ -326,7 +326,7 @@ class GaussNewton(NewtonCG):
 
 
 def _with_graphs(one: BackwardPass) -> BackwardPass:
-    """Give residuals their graphs, which a dense system does without."""
+    """Compute the graphs of residuals, which a dense system does not need."""
     losses = [
         loss._replace(loss=loss.loss.with_graph()) if isinstance(loss.loss, Residuals) else loss
         for loss in one.losses

@@ -20,7 +20,7 @@ from metagrad.optim.torch_optim.state import PendingUpdate
 
 
 class History:
-    """The last differences s of places and y of gradients, and the directions that they give.
+    """The last differences s of positions and y of gradients, and the directions that they give.
 
     They are windows of larger buffers, whose free ends take the next pairs. Nothing within a window is written
     again, so that views of it stay valid.
@@ -90,7 +90,7 @@ class History:
         self._scale = curvature / squared
 
     def direction(self, g: Tensor) -> Tensor:
-        """Multiply minus a gradient with the inverse Hessian, by two triangular systems.
+        """Apply the inverse Hessian to the negative gradient, by two triangular systems.
 
         The first pass of the two-loop recursion solves R a = S g, and leaves q = g - Y^T a. The second pass solves
         R^T c = D a - Y H_0 q, where D is the diagonal of R and H_0 a multiple of the identity. Without a pair, the
@@ -116,22 +116,22 @@ class Place(NamedTuple):
 
 
 class LBFGS(VectorOptimizer):
-    r"""Optimize by L-BFGS, up to ``max_iter`` iterations a step, as ``torch.optim.LBFGS`` does.
+    r"""Optimize by L-BFGS with up to ``max_iter`` iterations per step, as ``torch.optim.LBFGS`` does.
 
     .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
 
-    with the inverse Hessian :math:`B` that the last differences of places and gradients give. A pair without positive
-    curvature :math:`s^\top y` is left out. ``step(closure)`` calls the closure where it begins and at other
+    with the inverse Hessian :math:`B` that the last differences of positions and gradients give. A pair without
+    positive curvature :math:`s^\top y` is left out. ``step(closure)`` calls the closure at the initial and at other
     parameters. It iterates until the largest element of the gradient is at most ``tolerance_grad``, neither the loss
     nor any parameter changes by more than ``tolerance_change``, or ``max_iter`` iterations or ``max_eval`` calls are
     made. It returns the loss at its beginning, and leaves the gradient there in ``.grad``. Without a closure, after
     ``loss.backward()``, a step is one iteration, with gradients that may be clipped or accumulated.
 
-    Closures are as torch's: they write gradients and return the loss, which the line search descends.
-    Names and defaults are torch's, but for the line search, which is on.
+    Closures have torch's form: they write gradients and return the loss, which the line search decreases.
+    Names and defaults are torch's, except that the line search is on.
 
     Args:
-        params: Parameters, with names or without, or groups of them, which may differ in ``lr`` and ``weight_decay``.
+        params: Parameters, with or without names, or groups of parameters with their own ``lr`` and ``weight_decay``.
         lr: The factor :math:`\eta` of every direction. A line search starts at this length, and may end at
             another length.
         max_iter: Maximum number of iterations of a step.
@@ -140,7 +140,7 @@ class LBFGS(VectorOptimizer):
         tolerance_grad: A step ends if the absolute value of every element of the gradient, including weight decay, is
             at most this number.
         tolerance_change: There is no line search if the slope along the direction is smaller. A line search ends if
-            no parameter differs by so much in its interval.
+            no parameter changes by more than this in its interval.
         history_size: Maximum number of stored pairs.
         line_search_fn: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe
             conditions by cubic interpolation, at the cost of a gradient each. None takes 1.
@@ -173,7 +173,7 @@ class LBFGS(VectorOptimizer):
         1989; Nocedal, Wright, "Numerical optimization", 2006, section 7.2.
     """
 
-    _value: float = math.nan  # of the loss where a step begins
+    _value: float = math.nan  # of the loss at the start of a step
     _lr: float | Tensor  # of the step in progress
     _decay: float | Tensor
     _last: dict[str, float | int] | None = None
@@ -239,7 +239,7 @@ class LBFGS(VectorOptimizer):
         return float(result.detach() if isinstance(result, Tensor) else result)
 
     def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
-        """Iterate from where all parameters are."""
+        """Iterate from the current parameters."""
         params, group = work.params, self.param_groups[0]
         if self._closure is None and group["line_search_fn"] is not None:
             raise RuntimeError(
@@ -278,7 +278,7 @@ class LBFGS(VectorOptimizer):
             yield self._change(params, at.w if length else None, step + count, last, history)
 
     def _searched(self, params: Params, at: Place, d: Tensor, most: int) -> tuple[float, Place, int]:
-        """Return the length of a line search, where it ends, and how many evaluations it took."""
+        """Return the length, the final point and the number of evaluations of a line search."""
         group, start = self.param_groups[0], Point(0.0, at.value, at.g.dot(d).item())
         if not (start.is_finite and start.slope < 0 and start.slope <= -group["tolerance_change"]):
             return 0.0, at, 0
@@ -310,7 +310,7 @@ class LBFGS(VectorOptimizer):
         return Place(w, value, g)
 
     def _resumed(self, params: Params, w: Tensor) -> tuple[int, History, tuple[Tensor, Tensor] | None]:
-        """Return the number of iterations, the pairs, and the last place with its gradient, of earlier steps."""
+        """Return the number of iterations, the pairs, and the last position with its gradient, from earlier steps."""
         states = [self.state.get(p, {}) for p in params.values()]
         first = states[0]
         if len({state.get("step") for state in states}) > 1 or first.get("place", w[:0]).shape != w.shape:
@@ -339,13 +339,13 @@ def _largest(values: Tensor) -> float:
 
 _DECREASE, _CURVATURE = 1e-4, 0.9
 _CLOSEST, _FARTHEST = 0.01, 10.0
-"""Bounds of an extrapolation: this part of the last interval beyond its end, and this multiple of its end."""
+"""Extrapolation goes beyond the last interval by this part of it, and to at most this multiple of its end."""
 _MARGIN = 0.1
-"""An interpolation that repeatedly comes this close to an end of its interval, as a part of it, is moved away."""
+"""An interpolation that is repeatedly this close to an end of its interval, relative to it, is moved away."""
 
 
 class Point(NamedTuple):
-    """A length with the value and the slope there."""
+    """A length with its value and slope."""
 
     length: float
     value: float
@@ -375,7 +375,7 @@ def strong_wolfe(
     interval.
 
     Args:
-        along: A length to the point there.
+        along: A function from a length to its point.
         start: The point at 0, whose slope is negative.
         slack: Absolute rounding error of a value.
         shortest: A shorter interval ends the search.

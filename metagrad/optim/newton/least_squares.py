@@ -24,7 +24,7 @@ _AGREES = 0.25  # below this ratio of reductions, a short step does not indicate
 
 
 class LeastSquaresResult(Enum):
-    """How a fit ended. The value of each member is a sentence for the user.
+    """The reason why a fit ended. The value of each member is a sentence for the user.
 
     Example:
         >>> from metagrad.optim import LeastSquaresResult
@@ -57,7 +57,7 @@ class LeastSquares(Generic[P]):
 
     Attributes:
         value: The final parameters, in the form of the initial ones, without a graph.
-        result: How it ended.
+        result: The reason why the fit ended.
         loss: Half the final sum of squared residuals.
         gradient: The largest absolute element of its gradient.
         steps: Steps taken.
@@ -98,14 +98,14 @@ def least_squares(
     solved by conjugate gradients, without a Jacobian in memory. Tolerances mean the same as in
     ``scipy.optimize.least_squares``. A tolerance below the precision of the dtype is replaced by that precision.
 
-    There are no bounds and no robust losses. The value has no graph: for its derivative with respect to what the
-    residuals depend on, see :func:`metagrad.hypergradient`.
+    There are no bounds and no robust losses. The result has no graph. For derivatives with respect to other inputs of
+    the residuals, see :func:`metagrad.hypergradient`.
 
     Args:
-        residual_fn: Deterministic function of parameters, in the form of ``params``, to residuals of any shape. Or
-            terms by name, ``{"equation": (fn, points), "boundary": (fn, points)}``, where ``fn(params, point)``
-            returns the residuals of one point, as for :meth:`GaussNewton.residuals`. Rows of the Jacobian are then
-            cheap, and systems are factorized up to 5,000 residuals or parameters.
+        residual_fn: Deterministic function of parameters, in the form of ``params``, to residuals of any shape. It
+            may also be a dict of terms by name, ``{"equation": (fn, points), "boundary": (fn, points)}``, where
+            ``fn(params, point)`` returns the residuals of one point, as for :meth:`GaussNewton.residuals`. Rows of
+            the Jacobian are then cheap, and systems are factorized up to 5,000 residuals or parameters.
         params: Initial parameters: a tensor, or a dict of tensors by name, of one dtype and device.
         max_steps: Maximum number of steps.
         ftol: Stop when a step lowers the loss by less than this, relative to the loss, and its model agrees.
@@ -119,7 +119,7 @@ def least_squares(
 
     Raises:
         ValueError: ``max_steps`` or a tolerance is out of its range, or residuals do not depend on the parameters.
-        TypeError: Residuals are no real tensor, or a parameter is complex.
+        TypeError: Residuals are not a real tensor, or a parameter is complex.
         SolveError: With ``throw``, no tolerance was met.
 
     Example:

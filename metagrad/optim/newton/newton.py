@@ -198,11 +198,11 @@ class Step(NamedTuple):
 
 
 class Objective:
-    """The loss of a step with its penalty, to be minimized: where it begins, and along a direction.
+    """The loss of a step with its penalty, to be minimized: at its start, and along a direction.
 
     Args:
-        before: The value where the step begins.
-        evaluate: Parameters to the value there.
+        before: The value at the start of the step.
+        evaluate: A function from parameters to the value.
         eps: The relative rounding error of a value.
     """
 
@@ -253,23 +253,22 @@ class NewtonCG(VectorOptimizer):
     The closure is called once for gradient and curvature. Further calls only evaluate the loss, and their
     ``backward`` does nothing. Losses of several backward passes add up. Products with the curvature dominate
     the cost of a step, and they need less data than the gradient. ``opt.step(closure, curvature=part)`` takes
-    the curvature from another closure, for a part of the data. For what all groups share, and for random
-    numbers and buffers while the closure is called again, see
-    :class:`~metagrad.optim.newton.vector.VectorOptimizer`.
+    the curvature from another closure, for a part of the data. Options that all groups share, and random numbers and
+    buffers in further calls of the closure, are described in :class:`~metagrad.optim.newton.vector.VectorOptimizer`.
 
     With a ``GradScaler`` there is no closure to evaluate, so damping cannot adapt: use ``adapt=False``,
     ``opt.backward(scaler.scale(loss))`` and ``scaler.step(opt)``. Gradients and curvature are unscaled.
 
     Args:
-        params: Parameters, with names or without, or groups of them, which may differ in ``lr``, ``weight_decay`` and
+        params: Parameters, with or without names, or groups of parameters with their own ``lr``, ``weight_decay`` and
             ``damping``.
         lr: The factor :math:`\eta` of every step.
         weight_decay: :math:`\gamma`: the loss includes the penalty :math:`\gamma |w|^2 / 2`, in its gradient, its
             matrix and its reduction.
-        damping: :math:`\lambda_0`. A schedule of it is multiplied by the factor that follows from the ratios.
+        damping: :math:`\lambda_0`. With adaptation, a schedule of the damping is multiplied by the current factor.
         warm_start: Share of the last solution at which conjugate gradients start, at the cost of one product.
             With 0, conjugate gradients start at 0. Martens uses 1.
-        rtol: Conjugate gradients end at this residual, relative to the gradient.
+        rtol: Conjugate gradients end at this norm of the residual, relative to the norm of the gradient.
         progress: Conjugate gradients end if the model decreases by less than this for each step (Martens'
             rule). None disables it.
         max_steps: Maximum number of steps of conjugate gradients.
@@ -494,7 +493,7 @@ class NewtonCG(VectorOptimizer):
         )
 
     def _step(self, problem: Problem, run: Solved, damping: float | Tensor) -> Step:
-        """Return the step along a solution, in the direction that descends."""
+        """Return the step along a solution, with the sign that descends."""
         x, lr, g = run.x, problem.lr, problem.g
         slope = float(g.dot(x))
         # With negative curvature an iterate may climb at first. Its opposite has the same model and descends.

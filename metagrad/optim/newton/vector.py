@@ -40,8 +40,8 @@ class VectorOptimizer(CurvatureOptimizer):
     returns the loss without this penalty.
 
     Further calls of the closure repeat the random numbers (dropout) of the first call. Afterwards ``.grad`` and the
-    buffers of modules (running statistics of BatchNorm) are as the first call left them. Other side effects of the
-    closure happen at every call.
+    buffers of modules (running statistics of BatchNorm) have their values from the first call. Other side effects of
+    the closure happen at every call.
     """
 
     own_to_groups: ClassVar[Sequence[str]] = ("lr", "weight_decay")
@@ -78,7 +78,7 @@ class VectorOptimizer(CurvatureOptimizer):
 
     @contextlib.contextmanager
     def _elsewhere(self, params: Params, w: Tensor) -> Generator[Callable[[], Any]]:
-        """Give parameters other values for a call of the closure, which is returned."""
+        """Call the closure at other values of the parameters, and return its result."""
         assert self._closure is not None
         values = {
             p: value.to(p.dtype) for p, value in zip(params.values(), split(w, params).values(), strict=True)

@@ -28,17 +28,17 @@ class AdaHessian(DiagonalOptimizer):
                - \eta \, \frac{m_t / (1 - \beta_1^t)}{\bigl(v_t / (1 - \beta_2^t)\bigr)^{k / 2} + \epsilon}
 
     where :math:`\bar D` is :math:`D`, averaged over the positions of each convolution kernel. A closure of the usual
-    form works, or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``. For what does
-    not work, see :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Sparse gradients raise
-    an error. A step costs two to four gradients.
+    form works, or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``. Limits are
+    listed in :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Sparse gradients raise an
+    error. A step costs two to four gradients.
 
     Args:
-        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
         lr: The learning rate :math:`\eta`. The learning rate multiplies a Newton step, so it is larger than
             for Adam.
         betas: Decay rates of the averages of gradients and of squared diagonals, each from 0 to below 1.
         eps: Added to the diagonal. It bounds the step where there is no curvature.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         hessian_power: The power :math:`k` of the diagonal: 1 is Newton's step, 0 is momentum without curvature.
         samples: Probes for each step, :math:`S`. Each costs a Hessian-vector product.
         spatial_average: Average the diagonal over the dimensions after the first two, which are the positions in the
@@ -113,7 +113,7 @@ class AdaHessian(DiagonalOptimizer):
         mean = beta1 * mean + (1 - beta1) * g
         square = beta2 * square + (1 - beta2) * diagonal.square()
         steps = state.get("step", 0) + 1
-        # Both corrections of bias as one factor of the step: a pass over the parameter less.
+        # Both bias corrections are one factor of the step, which saves a pass over the parameter.
         correction = (1 - beta2**steps) ** (power / 2)
         scale = square ** (power / 2) + eps * correction
         move = lr * correction / (1 - beta1**steps) * mean / scale

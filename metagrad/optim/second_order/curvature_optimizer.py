@@ -34,7 +34,7 @@ class WeightedLoss(NamedTuple):
 
 
 class RecordedLoss(NamedTuple):
-    """A loss of known form that was computed, and where in the graph."""
+    """A computed loss of known form, and its place in the graph."""
 
     known: OutputLoss
     edge: GradientEdge  # not the tensor, which may be written to, as by loss /= 2
@@ -100,7 +100,7 @@ class LossGraph(NamedTuple):
 
 
 def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor, as ``locals()`` has them, that are options of every group."""
+    """Return the options of every group among the arguments of a constructor (its ``locals()``)."""
     return {k: v for k, v in arguments.items() if k not in ("self", "model", "params", "__class__")}
 
 
@@ -172,7 +172,7 @@ class CurvatureOptimizer(RuleOptimizer):
     differentiates_twice = True
     """Whether second derivatives are taken, so that graphs in which they are wrong raise an error."""
     differentiates_gradients = True
-    """True if gradients are differentiated, which then keep their graph. False if outputs are."""
+    """True if gradients are differentiated, which then keep their graph. False if outputs are differentiated."""
     _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
     _noted: list[RecordedLoss] | None = None  # the losses computed while recording
     grad_scale: Tensor | None  # set by GradScaler for the duration of a step
@@ -206,7 +206,7 @@ class CurvatureOptimizer(RuleOptimizer):
 
         Args:
             loss: A tensor, with its graph.
-            gradient: As for ``Tensor.backward``, of a loss of several elements.
+            gradient: The gradient of a loss with several elements, as in ``Tensor.backward``.
             retain_graph: Keep the graph for another backward pass.
             inputs: Leaves whose ``.grad`` is written. By default, every leaf that the loss depends on.
             scaler: Scales the loss, which is given without its scale.
@@ -337,7 +337,7 @@ class CurvatureOptimizer(RuleOptimizer):
             accumulate(leaf, g)
 
     def _observe(self, graph: LossGraph) -> None:
-        """Compute what a step needs of a graph, and add it to the results since the last step."""
+        """Compute the curvature from a graph, and add it to the results since the last step."""
         raise NotImplementedError
 
     def _forget(self) -> None:

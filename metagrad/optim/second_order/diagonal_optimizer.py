@@ -146,7 +146,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
         generator = generators_of(first["seed"], first["step"])
         found = self._diagonal(first["samples"], params, graph, generator) if params else []
         for p, estimate in zip(params, found, strict=True):
-            goes_on = p in estimates and p.grad is not None  # else its gradient was dropped
+            goes_on = p in estimates and p.grad is not None  # otherwise its gradient was dropped
             estimates[p] = estimates[p] + estimate if goes_on else estimate
         self._estimates = estimates
 

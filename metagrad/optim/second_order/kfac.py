@@ -115,9 +115,9 @@ class KFAC(CurvatureOptimizer):
 
     with :math:`a` the inputs of a layer, a 1 for its bias among them, and :math:`g` the gradients of its outputs,
     seen by hooks. It knows ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, whose patches are inputs at
-    several positions. The parameters of other modules are moved along the plain gradient, no further than ``kl_clip``
-    allows, with one warning that names them. Grouped convolutions, and layers that are shared or called twice in one
-    backward pass, raise an error that names them, and so do sparse gradients.
+    several positions. Parameters of other modules follow the plain gradient within the bound of ``kl_clip``. One
+    warning names them. Grouped convolutions, and layers that are shared or called twice in one backward pass, raise
+    an error that names them, and so do sparse gradients.
 
     With ``fisher="empirical"`` any loop works: ``loss.backward()`` and ``opt.step()``, or a closure. With
     ``"sampled"`` the labels are sampled from the prediction of the model. This estimates the true Fisher matrix, at
@@ -131,8 +131,8 @@ class KFAC(CurvatureOptimizer):
 
     A step with an estimate materializes the patches of a convolution. This needs the memory of its input times the
     size of its kernel. A step costs two matrix products for each layer, in the sizes of its factors. This
-    cost is small for large batches or convolutions with many positions. It equals the cost of a gradient if a
-    layer is three times as wide as the batch.
+    cost is small for large batches or convolutions with many positions. It equals the cost of a gradient if a layer
+    is three times as wide as the batch is large.
 
     Not supported: ``torch.compile`` of the model, gradients that are averaged over processes, and gradients that
     are not written by a backward pass, as by ``torch.autograd.grad``. Recurrent use of a layer raises an error.
@@ -141,10 +141,10 @@ class KFAC(CurvatureOptimizer):
         model: Model whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the
             optimizer is deleted.
         lr: The learning rate :math:`\eta`.
-        momentum: Momentum :math:`\mu`: the share of earlier steps that is kept.
+        momentum: Momentum :math:`\mu`, the share of the previous step that is added.
         damping: Added to the Fisher matrix, :math:`\gamma`. It must be above 0, since the factors of few examples are
             singular.
-        weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
+        weight_decay: Weight decay :math:`\lambda`: :math:`\lambda w` is added to the direction.
         decay: Decay rate :math:`\beta` of the running averages, below 1. Average ``k`` keeps ``1 - 1 / k`` if
             that is less.
         curvature_every: Steps from one estimate of the factors to the next. The first step makes an estimate.
@@ -163,7 +163,7 @@ class KFAC(CurvatureOptimizer):
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.
         params: Groups of the model's parameters with their own hyperparameters. Other parameters stay. A layer
-            belongs to the group of its weight. A bias in another group moves along the plain gradient.
+            belongs to the group of its weight. A bias in another group follows the plain gradient.
         seed: Seed of the random numbers, which also depend on the number of the step. None takes
             ``torch.initial_seed()``.
 
@@ -465,7 +465,7 @@ class KFAC(CurvatureOptimizer):
         return directions, length, blocks
 
     def _block(self, group: Group, name: str, block: Mapping[str, Any], damping: float) -> dict[str, Any]:
-        """Return the block of a layer after the estimate from the calls since the last step."""
+        """Return the block of a layer, updated by the calls since the last step."""
         sums, is_sampled, decay = self._sums[name], group["fisher"] == "sampled", float(group["decay"])
         scale = self._inverse_scale() if hasattr(self, "found_inf") else 1.0
         # The gradients of a mean over N examples have a factor 1 / N each, and its root for sampled labels.

@@ -30,7 +30,7 @@ class SophiaH(DiagonalOptimizer):
 
     If curvature is small or negative, the step is ``lr`` times the sign of the momentum. If it is large, the step is
     a multiple of Newton's step. A closure of the usual form works, or ``opt.backward(loss)`` in place of
-    ``loss.backward()``, also with a ``GradScaler``. For what does not work, see
+    ``loss.backward()``, also with a ``GradScaler``. Limits are listed in
     :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Sparse gradients raise an error.
     Steps between two estimates cost one gradient.
 
@@ -42,7 +42,7 @@ class SophiaH(DiagonalOptimizer):
         betas: Decay rates of the averages of gradients and of diagonals, each from 0 to below 1.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
         eps: Smallest divisor of a momentum, above 0.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters. The
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`. The
             paper uses 0.2.
         curvature_every: Steps from one estimate to the next, :math:`k`. The first step makes an estimate.
         samples: Probes for each estimate.

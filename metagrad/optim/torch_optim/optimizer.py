@@ -25,7 +25,7 @@ from metagrad.optim.torch_optim.state import ParameterState, PendingUpdate, keep
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 ParameterGroups: TypeAlias = "Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"
-"""Parameters, parameters with their names, or groups of them with hyperparameters of their own."""
+"""Parameters, parameters with their names, or groups of parameters with their own hyperparameters."""
 
 Group: TypeAlias = dict[str, Any]
 """One of an optimizer's ``param_groups``."""
@@ -78,8 +78,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         Args:
             rule: A class made by :func:`~metagrad.optim.rule.functional_optimizer`, or None for a base class.
-            without: Fields of the rule that are no arguments.
-            defaults: Defaults in place of the rule's.
+            without: Fields of the rule that are not arguments.
+            defaults: Defaults that replace the rule's defaults.
         """
         super().__init_subclass__()
         if rule is None:
@@ -133,7 +133,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             FloatingPointError: The loss, a gradient, the curvature or a result is NaN or infinite. Parameters and
                 state are unchanged. With ``nonfinite="skip"`` the step is left out instead, and counted in
                 :attr:`stats`.
-            torch.linalg.LinAlgError: A finite matrix could not be factorized. The same holds.
+            torch.linalg.LinAlgError: A finite matrix could not be factorized. Parameters and state are also
+                unchanged.
         """
         try:
             loss = None if closure is None else self._evaluated(closure)
@@ -266,7 +267,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         group = self.param_groups[index]
         names = [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
         given = group.get("param_names", names)
-        if len(set(given)) < len(given):  # of two models, say
+        if len(set(given)) < len(given):  # for example of two models
             given = [f"{place}: {name}" for place, name in zip(names, given, strict=True)]
         return dict(zip(given, group["params"], strict=True))
 

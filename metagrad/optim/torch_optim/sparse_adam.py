@@ -19,7 +19,7 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
         w_t &= w_{t-1} - \eta \, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    After its first gradient, a row moves at every step, because its momentum does. Other rows do not change,
+    After its first gradient, a row changes at every step, because of its momentum. Other rows do not change,
     as in the dense optimizer. So the table equals a table trained by ``torch.optim.Adam`` on dense gradients.
     ``torch.optim.SparseAdam`` is a different optimizer, which freezes the averages of rows without a gradient. The
     state holds only the rows that had a gradient. Dense gradients are supported, but ``torch.optim.Adam`` is faster

@@ -1,4 +1,4 @@
-"""Sparse gradients of optimizers, and a step of their rows."""
+"""Sparse gradients in optimizers, and a step of their rows."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class PendingUpdate:
         params: The parameters.
         moved: New values of the parameters, or of the ``rows`` of a table.
         states: New entries of the state of each parameter.
-        rows: Rows of a table that move. None if whole parameters move.
+        rows: Rows of a table that change. None if whole parameters change.
         used: Other inputs that must be finite, by description.
         implied: Slots that are known to be finite if all other slots are.
     """

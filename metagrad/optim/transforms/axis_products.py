@@ -58,7 +58,7 @@ class AxisProducts(RuleNode):
         return product.reshape(gradient.shape).to(gradient.dtype)
 
     def _along(self, place: str, value: Tensor, matrix: Tensor, axis: int) -> Tensor:
-        """Multiply along one axis. A matrix that is a vector is a diagonal."""
+        """Multiply along one axis by a matrix, or by a diagonal given as a vector."""
         size = value.shape[self.batch_ndim + axis]
         if matrix.shape not in ((size, size), (size,)):
             raise ValueError(
@@ -84,10 +84,10 @@ def axis_products(matrices: Mapping[str, Sequence[Tensor | None]], *, psd: bool 
     differentiated with respect to the matrices, the same ones for all stacked tasks.
 
     Args:
-        matrices: By the name of a parameter, a matrix ``[n, n]`` for each of its axes. A vector ``[n]`` is a
-            diagonal, and None is the identity. If there are fewer matrices than axes, the last axes count as one. So
-            a convolution ``[out, in, height, width]`` with three matrices has one for outputs, inputs and the filter.
-            Any matrix may require grad.
+        matrices: A dict from the name of a parameter to a matrix ``[n, n]`` for each of its axes. A vector ``[n]`` is
+            a diagonal, and None is the identity. If there are fewer matrices than axes, the last axes count as one.
+            So a convolution ``[out, in, height, width]`` with three matrices has one for outputs, inputs and the
+            filter. Any matrix may require grad.
         psd: Multiply by :math:`M^\top M`, which is positive semi-definite, in place of :math:`M`.
 
     Raises:

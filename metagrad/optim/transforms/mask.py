@@ -77,7 +77,7 @@ def mask(
         rule: Rule of the parameters whose names match.
         names: Names, or patterns with ``*``, ``?`` and ``[...]`` as in file names, where ``*`` matches dots. A
             function of a name that returns a bool works as well.
-        other: Rule of the other parameters. None leaves them unchanged.
+        other: Rule for all other parameters. None leaves them unchanged.
 
     Returns:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``. Hyperparameters by parameter name

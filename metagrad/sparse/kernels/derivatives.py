@@ -6,8 +6,8 @@ r"""Two families of functions that are closed under differentiation. Derivatives
     \partial\, \mathrm{SDDMM} &= \mathrm{SpMM} \\
     \mathrm{gather}^* &= \mathrm{segment\_sum}, & \mathrm{segment\_sum}^* &= \mathrm{gather}
 
-Every rule is bilinear or linear, so it is its own tangent. If a batch shares the values, it is folded into the width
-of the dense operand. Otherwise the batch becomes a block-diagonal pattern.
+Every rule is linear in each operand, so its tangent is the same rule. If a batch shares the values, it is folded into
+the width of the dense operand. Otherwise the batch becomes a block-diagonal pattern.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def primal(x: Tensor) -> Tensor:
 
 
 class Kernel(Function):
-    """A Function whose arguments are given by position.
+    """A Function whose arguments are passed by position.
 
     torch binds arguments by name at each ``apply``, which took 40 % of the time of a small lookup. This class binds
     them only under ``torch.func``, and reads the signature once.

@@ -49,7 +49,7 @@ def coalesced(coo: Tensor) -> Tensor:
 
 
 CSR_DTYPES = (torch.float32, torch.float64)
-DEVICES = ("cpu", "cuda")  # that have CSR kernels and use the policy
+DEVICES = ("cpu", "cuda")  # devices with CSR kernels, which use the policy
 VECTOR = 8  # numbers of float32 in a vector of a CPU
 SLICE_NUMBERS = 1 << 18  # numbers gathered at a time without a CSR kernel
 _NOTHING = contextlib.nullcontext()
@@ -129,7 +129,7 @@ def _dense_product(pattern: Pattern, values: Tensor, dense: Tensor) -> Tensor | 
     matrix = values.new_zeros(pattern.shape)
     count_densified(matrix.nbytes)
     result = matrix.view(-1).scatter_(0, pattern.cells, values).view(pattern.shape) @ dense
-    # A sparse product ignores an infinity or NaN that meets a cell that is not stored. A dense product gives NaN.
+    # A sparse product ignores an infinity or NaN if the matching cell is not stored. A dense product gives NaN.
     return result if result.isfinite().all() else None
 
 

@@ -293,5 +293,5 @@ def _check_numbers(call: str, dtype: np.dtype) -> None:
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    """Return an array as a tensor, copied if torch does not support its memory."""
+    """Return an array as a tensor. It is copied if torch does not support its memory layout."""
     return from_numpy(np.require(array, requirements=("C", "W")))

@@ -29,7 +29,7 @@ class Parameter(Operators, Module):
     ``torch.optim.SparseAdam`` and ``Muon`` do not support dense vectors, so they do not support this parameter.
 
     Args:
-        a: Initial matrix. Its values are shared, as ``nn.Parameter`` shares its data.
+        a: Initial matrix. The parameter shares its values, as ``nn.Parameter`` shares its data.
         requires_grad: True to train the values.
 
     Raises:
@@ -67,7 +67,7 @@ class Parameter(Operators, Module):
 
     @property
     def tensor(self) -> SparseTensor:
-        """The matrix with the present values of the module, differentiable."""
+        """The matrix with the current values of the module, differentiable."""
         return like(SparseTensor, self.pattern, self.values)
 
     @property

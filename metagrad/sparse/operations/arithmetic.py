@@ -62,7 +62,8 @@ class Arithmetic(Generic[Matrix]):
         """Multiply elementwise by a sparse matrix, a number, or a dense [n, m], [n, 1], [1, m], [m] or scalar.
 
         Only the entries of ``a`` are read from a dense matrix. The result is on the intersection of two patterns,
-        otherwise on the pattern of ``a``. Cells that are not stored stay zero, even if the other is infinite or NaN.
+        otherwise on the pattern of ``a``. Cells that are not stored stay zero, even if the other factor is infinite
+        or NaN there.
         """
         call, a = "a * b", self._matrix
         if isinstance(other, Real):

@@ -27,8 +27,8 @@ _RULEBOOK = "Rulebook(coords, kernel_size, dilation)"
 class Rulebook:
     """The pairs of sites that lie one kernel offset apart, found once and shared by all layers on these sites.
 
-    The grid has no border: coordinates may be any integers, and whatever is not a site is zero. The offsets of an
-    odd kernel come in mirrored pairs, so only the first half of them is stored.
+    The grid has no border: coordinates may be any integers, and all cells that are not sites are zero. The offsets of
+    an odd kernel come in mirrored pairs, so only the first half of them is stored.
 
     Args:
         coords: Number of the example and d coordinates of each site, int64 [sites, 1 + d]. The coordinates are in the

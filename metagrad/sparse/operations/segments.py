@@ -144,7 +144,7 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
     ties = total(is_top.to(values.dtype), index, num)
     shared = total(torch.where(is_top, values, 0) / spread(ties, index), index, num)
     # Shares of equal entries may not add up to the entry exactly, so they give only the derivative. Infinite values
-    # are the exception: their difference would be NaN.
+    # are an exception, since their difference would be NaN.
     return torch.where(top.isfinite(), top + (shared - shared.detach()), shared).to(dtype)
 
 

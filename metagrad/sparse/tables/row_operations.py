@@ -123,7 +123,7 @@ def _onto(dense: Tensor, x: RowSparse, alpha: float) -> Tensor:
 
 
 def add_into(target: Tensor, y: Any, *, alpha: float = 1) -> Tensor:
-    """Add in place. A dense tensor changes only in the stored rows. A RowSparse stores the rows of both."""
+    """Add in place. A dense tensor changes only in the stored rows. A RowSparse gains the rows of the addend."""
     if isinstance(target, RowSparse):
         if not isinstance(y, Tensor):
             return write(target, add(target, y, alpha=alpha))

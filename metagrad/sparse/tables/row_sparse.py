@@ -1,7 +1,8 @@
 """Row-sparse tensors, such as the gradient of an embedding table. Most of their rows are zero.
 
-Everything is composed from two operations: gather rows from a table, and scatter rows into a table. Each is the
-derivative of the other. So a gradient of any order costs as much as its rows, whatever the size of the table.
+Everything is composed from two operations: gather rows from a table, and scatter rows into a table. Each function is
+the derivative of the other function. So the cost of a gradient of any order depends only on its rows, not on the size
+of the table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from metagrad.sparse.kernels.products import index_sum
 from metagrad.sparse.policy import count_densified
 
 HOLE = torch.iinfo(torch.int64).min
-"""An id of no row. Gathering it gives zeros, and values scattered to it are dropped."""
+"""An id that belongs to no row. Gathering it gives zeros, and values scattered to it are dropped."""
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Functions of torch that `row_operations` replaces, because torch would differentiate them with the whole table."""

@@ -25,7 +25,7 @@ def find_tables(call: str, model: nn.Module, sparse: Sequence[str]) -> dict[str,
         raise TypeError(
             f"{call}: expected a list of parameter names, got the string {sparse!r}; write [{sparse!r}]."
         )
-    parameters = dict(model.named_parameters(remove_duplicate=False))  # tied ones by all of their names
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # tied tables by all of their names
     for name in sparse:
         if name not in parameters:
             raise ValueError(
@@ -148,7 +148,7 @@ class _ForwardGuard(Dispatch):
 
 @contextlib.contextmanager
 def _left_alone(model: nn.Module) -> Generator[None]:
-    """Leave the random generators and the buffers of a model as they were."""
+    """Restore the random generators and the buffers of a model."""
     random = RandomState()
     try:
         with own_buffers(model.modules()):

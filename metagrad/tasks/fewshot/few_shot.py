@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import Dataset
 
-MAX_LEVEL = 255  # of images in uint8, which are divided by it
+MAX_LEVEL = 255  # maximum of images in uint8, which are divided by it
 
 
 class FewShot:
@@ -38,11 +38,12 @@ class FewShot:
     | in memory, on the device | `FewShot((x, labels))`, or any data set with `in_memory=True` |
     | outside, loaded when they are drawn | `FewShot(dataset)`, or with `workers=` to load ahead in other processes |
 
-    Only the generator decides which tasks are drawn, and what a transform draws from torch, NumPy or Python. The
+    Only the generator determines the tasks and the random numbers of a transform (from torch, NumPy or Python). The
     tasks do not depend on where items are stored or on the number of workers.
 
-    **Labels.** The label of an item is what the item (x, label) has. A `targets` or `labels` attribute is used only
-    if it agrees with the items. Up to 64 items are compared at once, and each other item when it is loaded.
+    **Labels.** The label of an item is the second element of the item (x, label). A `targets` or `labels` attribute
+    is used only if it agrees with the items. Up to 64 items are compared at once, and each other item when it is
+    loaded.
 
     **Imbalanced tasks.** `ways=(5, 50)` draws the number of classes of each task, and `shots=(1, 10)` the number of
     support examples of each class. Shorter tasks are padded at their end, x with zeros and y with the label -100.
@@ -51,8 +52,8 @@ class FewShot:
     needs outputs for the largest number of ways.
 
     Args:
-        dataset: A map-style `torch.utils.data.Dataset` or a list, of pairs (x, label). Or a tuple (x, labels) of
-            tensors or arrays, [items, ...] and [items].
+        dataset: A map-style `torch.utils.data.Dataset` or a list, of pairs (x, label). A tuple (x, labels) of tensors
+            or arrays, [items, ...] and [items], is also accepted.
         ways: Number of classes of a task, or its bounds.
         shots: Number of support examples of each class, or its bounds.
         queries: Number of query examples of each class.
@@ -68,8 +69,8 @@ class FewShot:
         prefetch: Number of batches that each worker loads ahead. Give `sample` a generator that nothing else uses:
             batches loaded ahead are discarded if the state of the generator changes.
         device: Device of the tasks and of items in memory. None is torch's default device.
-        dtype: Floating-point type of x. None is torch's default type for images, else the type of x. Images in uint8
-            are divided by 255. Other integers are ids and keep their type.
+        dtype: Floating-point type of x. None is torch's default type for images, and otherwise the type of x. Images
+            in uint8 are divided by 255. Other integers are ids and keep their type.
 
     Attributes:
         classes: Labels or names of the classes that tasks are made of.

@@ -50,8 +50,8 @@ class ImageFolders(Dataset[Any]):
 
     Args:
         root: The folder. A relative path may start at `$METAGRAD_DATA`.
-        size: Height and width of the images in pixels. They are resized by Pillow's bilinear filter, whatever their
-            aspect ratio. None keeps their size.
+        size: Height and width of the images in pixels. They are resized by Pillow's bilinear filter, which does not
+            keep the aspect ratio. None keeps their size.
         splits: The splits of classes in `CLASS/`: `"mini-ImageNet"` or `"CIFAR-FS"` for the published splits, or a
             mapping from `"train"`, `"validation"` and `"test"` to class names.
         transform: Maps a Pillow image to a tensor, as in torchvision. It replaces resizing.

@@ -88,7 +88,7 @@ class Batches(Dataset[Any]):
         self.items = items
 
     def __getitem__(self, plan: Plan) -> Batch:
-        """Load all examples of a batch, one task after another."""
+        """Load all examples of a batch, task by task."""
         plan = tree_map(torch.as_tensor, plan)
         rows = zip(plan.support.items.tolist(), plan.query.items.tolist(), plan.seeds.tolist(), strict=True)
         support, query = zip(*(self._task(*row) for row in rows), strict=True)
@@ -141,7 +141,7 @@ class Prefetcher:
             self._plans.restart(num_tasks, state)
             self._iterator = iter(self._loader)
         assert self._iterator is not None
-        self._expected = None  # should a worker fail
+        self._expected = None  # if a worker fails
         batch = next(self._iterator)
         self._expected = (num_tasks, self._plans.states.popleft())
         generator.set_state(self._expected[1])
@@ -226,7 +226,7 @@ def _of_shape(x: Tensor, shape: torch.Size) -> Tensor:
     return x
 
 
-ATTRIBUTES = ("targets", "labels")  # of the data sets of torchvision and many others
+ATTRIBUTES = ("targets", "labels")  # attributes of data sets in torchvision and other packages
 COMPARED = 32  # items of different classes, and evenly spaced items, that are compared at once
 
 
@@ -324,7 +324,7 @@ def _plain(labels: Any) -> list[Any]:
 
 
 def _names(dataset: Any) -> Sequence[Hashable] | None:
-    """Return the class names of a data set, or None if it has none or one name stands for two classes."""
+    """Return the class names of a data set, or None if there are no names or two classes share a name."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     names = getattr(dataset, "classes", None)

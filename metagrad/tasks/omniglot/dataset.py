@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 MAX_LEVEL = 255  # of the stored images
-BLOCK = 64  # characters resized at once, 56 MB as float32 (threads would start too often for one at a time)
+BLOCK = 64  # characters resized at once, 56 MB as float32 (a single character is too little work for threads)
 
 
 class Omniglot(FewShot):
@@ -186,7 +186,7 @@ def add_rotations(images: Tensor) -> Tensor:
 def resize_nearest(drawings: Tensor, size: int) -> Tensor:
     """Take the pixel under the center of each new pixel: new pixel i is old pixel floor((i + 1/2) * old / new).
 
-    Pillow resizes images of mode "1" in this way, whatever the filter. So the code of MAML and of prototypical
+    Pillow resizes images of mode "1" in this way with any filter. So the code of MAML and of prototypical
     networks, which resizes the files, trains on these images.
 
     Args:

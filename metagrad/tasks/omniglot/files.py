@@ -196,7 +196,7 @@ def _decode_drawing(path: Path, name: str, data: bytes) -> np.ndarray:
     try:
         with pillow("Omniglot").open(io.BytesIO(data)) as image:
             pixels = np.asarray(image.convert("1"), dtype=np.uint8)
-    except (OSError, SyntaxError) as error:  # Pillow's, of a file that is damaged or no image
+    except (OSError, SyntaxError) as error:  # for a file that is damaged or not an image
         raise ValueError(f"Omniglot: {name} in {path} could not be decoded: {error}") from error
     if pixels.shape != (DRAWING_SIZE, DRAWING_SIZE):
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from metagrad.tasks._groups import published_splits
 
-NUM_DRAWERS = 20  # writers, each of whom drew every character once
+NUM_DRAWERS = 20  # writers, who drew every character once
 DRAWING_SIZE = 105  # height and width of the images of the files in pixels
 FIRST_TEST_CHARACTER_OF_GURMUKHI = 42  # the one alphabet that a split divides
 

@@ -72,8 +72,8 @@ class Curves(NamedTuple):
 class Regression:
     """Regression tasks with one input and one output: a random function, inputs U[x], and noisy targets.
 
-    A subclass defines a `formula`, whose parameters are uniform in `ranges`, as `Sinusoid` does. Or it defines
-    `sample_functions`, which may call `uniform_curves`.
+    A subclass defines a `formula`, whose parameters are uniform in `ranges`, as `Sinusoid` does. Alternatively it
+    defines `sample_functions`, which may call `uniform_curves`.
 
     Args:
         shots: Number of support examples of a task.

@@ -114,7 +114,7 @@ class GaussianProcess(Regression):
     .. math::
         d(x, x') = 2 \left| \sin(\pi (x - x') / p) \right|
 
-    Support targets, query targets and values at points that are evaluated later belong to one draw. Independent noise
+    Support targets, query targets and values at later points belong to the same function. Independent noise
     of 3e-5 of the scale keeps the covariance of close points positive definite.
 
     Args:
