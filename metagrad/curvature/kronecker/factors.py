@@ -7,7 +7,7 @@ and the gradients of the outputs :math:`g`. Its gradient is :math:`g a^\top`. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +34,14 @@ class Sums(NamedTuple):
     num_examples: int
     num_rows: int  # examples times positions
 
-    def plus(self, inputs: Tensor, gradients: Tensor) -> Sums:
-        """Add the rows ``[examples, positions, size]`` of inputs and output gradients."""
-        a, g = inputs.flatten(0, 1), gradients.flatten(0, 1)
-        examples, rows = self.num_examples + len(inputs), self.num_rows + len(a)
-        return Sums(self.inputs + a.mT @ a, self.outputs + g.mT @ g, examples, rows)
+    def plus(self, calls: Iterable[tuple[Tensor, Tensor]]) -> Sums:
+        """Add the rows ``[examples, positions, size]`` of the inputs and output gradients of some calls."""
+        inputs, outputs, examples, rows = self
+        for of_inputs, of_outputs in calls:
+            a, g = of_inputs.flatten(0, 1), of_outputs.flatten(0, 1)
+            inputs, outputs = inputs + a.mT @ a, outputs + g.mT @ g
+            examples, rows = examples + len(of_inputs), rows + len(a)
+        return Sums(inputs, outputs, examples, rows)
 
 
 NO_SUMS = Sums(0.0, 0.0, 0, 0)
@@ -142,7 +145,7 @@ def updated(
 
     Example:
         >>> from metagrad.curvature.kronecker.factors import NO_SUMS, updated
-        >>> sums = NO_SUMS.plus(torch.tensor([[[2.0]], [[4.0]]]), torch.tensor([[[0.5]], [[0.5]]]))
+        >>> sums = NO_SUMS.plus([(torch.tensor([[[2.0]], [[4.0]]]), torch.tensor([[[0.5]], [[0.5]]]))])
         >>> block = updated({}, sums, sums.num_examples, 0.95)
         >>> float(block["inputs"]), float(block["outputs"])
         (10.0, 1.0)
@@ -188,16 +191,11 @@ def diagonalized(
     return {**block, "input_basis": basis.inputs, "output_basis": basis.outputs, "scaling": scaling}
 
 
-def direction_of(block: Block, gradient: Tensor, damping: float) -> Tensor:
-    r"""Multiply a gradient ``[outputs, inputs]`` with the inverse of a block.
+def eigen_direction(block: Block, gradient: Tensor, damping: float) -> Tensor:
+    r"""Multiply a gradient ``[outputs, inputs]`` with the inverse of a block with eigenvectors.
 
-    .. math:: D = G^{-1} \, \nabla W \, A^{-1} \qquad \text{or} \qquad
-              D = Q_G \, \frac{Q_G^\top \, \nabla W \, Q_A}{S + \gamma} \, Q_A^\top
-
-    The inverses of the factors are damped already.
+    .. math:: D = Q_G \, \frac{Q_G^\top \, \nabla W \, Q_A}{S + \gamma} \, Q_A^\top
     """
-    if "scaling" not in block:
-        return block["output_inverse"] @ gradient @ block["input_inverse"]
     left, right = block["output_basis"], block["input_basis"]
     return rotated(left, rotated(left.mT, gradient, right) / (block["scaling"] + damping), right.mT)
 

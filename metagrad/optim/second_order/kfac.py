@@ -18,7 +18,7 @@ from metagrad.curvature.kronecker.factors import (
     Factors,
     Sums,
     diagonalized,
-    direction_of,
+    eigen_direction,
     scaling_of,
     updated,
 )
@@ -277,9 +277,9 @@ class KFAC(CurvatureOptimizer):
             return None
         if group["step"] % group["curvature_every"] and not self._lacks_factors(name):
             return None
-        if not group["eigen"]:
-            self._reduce(name)  # only sums of an earlier micro-batch are kept
-            self._calls.pop(name, None)
+        if name in self._calls and not group["eigen"]:  # only sums of an earlier micro-batch are kept
+            self._sums[name] = self._sums.get(name, NO_SUMS).plus(self._rows(name))
+            del self._calls[name]
         waiting = self._waiting.setdefault(name, weakref.WeakSet())
         has_bias = self._trains_bias(self._layers[name])
         call = LayerCall(inputs.detach(), weakref.WeakSet(waiting), has_bias=has_bias)
@@ -316,11 +316,6 @@ class KFAC(CurvatureOptimizer):
             if call.gradient is None:
                 self._calls.setdefault(name, []).append(call)
             call.gradient = gradient if call.gradient is None else call.gradient + gradient
-
-    def _reduce(self, name: str) -> None:
-        """Add the calls of a layer to its sums."""
-        for rows in self._rows(name):
-            self._sums[name] = self._sums.get(name, NO_SUMS).plus(*rows)
 
     def _rows(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the inputs of a layer's calls and the gradients of their outputs as rows, in float32 or better."""
@@ -393,7 +388,7 @@ class KFAC(CurvatureOptimizer):
             if isinstance(p.grad, RowSparse) or (p.grad is not None and p.grad.layout != torch.strided):
                 raise self._without_rows(name)
         for name in self._calls:
-            self._reduce(name)
+            self._sums[name] = self._sums.get(name, NO_SUMS).plus(self._rows(name))
         seen: list[Any] = [] if is_scaled else [("the loss", loss) for loss in self._losses]
         seen += [(f"the gradient of {name!r}", p.grad) for name, p in params.items()]
         for name, sums in self._sums.items():
@@ -449,7 +444,11 @@ class KFAC(CurvatureOptimizer):
             if bias is not None and len(block["inputs"]) > gradient.shape[1]:
                 column = torch.zeros_like(bias) if bias.grad is None else bias.grad
                 gradient = torch.cat([gradient, column.to(gradient.dtype).unsqueeze(1)], 1)
-            direction = direction_of(block, gradient.to(block["inputs"].dtype), damping)
+            gradient = gradient.to(block["inputs"].dtype)
+            if "scaling" in block:
+                direction = eigen_direction(block, gradient, damping)
+            else:
+                direction = block["output_inverse"] @ gradient @ block["input_inverse"]
             directions[name] = direction[:, : p[0].numel()].reshape(p.shape).contiguous()
             if direction.shape[1] > p[0].numel() and bias is not None and bias.grad is not None:
                 directions[self._names[bias]] = direction[:, -1].contiguous()
