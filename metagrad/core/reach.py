@@ -114,6 +114,8 @@ class ReachableObjects:
             yield from ((Place(value, i), item) for i, item in enumerate(value[:_MOST]) if _may_hold(item))
         elif isinstance(value, tuple):
             yield from ((Place(value, i, place), item) for i, item in enumerate(value) if _may_hold(item))
+        elif isinstance(value, type):
+            yield from ((Place(value, name), item) for name, item in vars(value).items() if _may_hold(item))
         else:
             yield from _entries(getattr(value, "__dict__", {}))
 

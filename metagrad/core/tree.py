@@ -161,6 +161,15 @@ def detached(tree: Tree) -> Tree:
     return tree_map(fresh_leaf, tree)
 
 
+def with_fresh_views(new: Params, old: Params) -> Params:
+    """Return new parameters, with a view of each one that is a tensor of ``old``.
+
+    Other new parameters can depend on that tensor. A gradient with respect to the view is a partial derivative.
+    """
+    before = {id(p) for p in old.values()}
+    return {name: p.view_as(p) if id(p) in before else p for name, p in new.items()}
+
+
 def fresh_leaf(value: Any) -> Any:
     """Return a detached tensor with the same memory and ``requires_grad``. Other values are returned unchanged."""
     if not isinstance(value, Tensor):

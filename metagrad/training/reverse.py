@@ -9,6 +9,7 @@ cotangent, one micro-batch at a time. No graph is longer than one step. Every co
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from torch.autograd.graph import Node
 
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.core.reach import placed
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Params, Tree, dissect, is_differentiable, plus, tree_leaves
 from metagrad.optim.first_order.sgd import SGDRule
 from metagrad.optim.hyperparameters import hyperparameters_in, with_hyperparameters
@@ -70,11 +73,52 @@ class Leaves(NamedTuple):
         return Leaves(*([next(supply) for _ in own] for own in self))
 
 
-def leaves_of(params: Params, inputs: Inputs, free: Iterable[Tensor]) -> Leaves:
+def leaves_of(params: Params, inputs: Inputs) -> Leaves:
     """Return the tensors that the result of a training depends on."""
     data = tree_leaves(inputs.examples.tensors) if inputs.examples.tensors is not None else []
     rule = list({id(t): t for _, t in hyperparameters_in(inputs.rule)}.values())
-    return Leaves(list(params.values()), [inputs.weights], data, rule, list(free))
+    free = list({id(t): t for _, t in inputs.places}.values())
+    return Leaves(list(params.values()), [inputs.weights], data, rule, free)
+
+
+def refuse_hidden_leaves(step: Step, inputs: Inputs, leaves: Leaves, state: State) -> None:
+    """Raise ``ValueError`` if the loss depends on a tensor that requires grad and that is not one of the leaves.
+
+    Tensors that the loss makes itself are freed with its graph.
+    """
+    part = step.parts(0)[0]
+    with torch.set_grad_enabled(inputs.examples.tensors is None):
+        weights, divisor, batch = step.examples(part, inputs)
+    params, free = {name: variable(p) for name, p in state.params.items()}, [variable(t) for t in leaves.free]
+    buffers = {name: b.clone() for name, b in state.buffers.items()}
+    places = with_leaves(inputs, leaves, leaves._replace(free=free)).places
+    with torch.enable_grad(), step.model.holding(params, buffers):
+        if free:  # a cache of the loss must hold the original tensors
+            step.loss(weights.detach(), divisor.detach(), batch, part)
+        with placed(places):
+            loss = step.loss(weights.detach(), divisor.detach(), batch, part)
+    known = {*params.values(), *free}
+    ends = [
+        leaf for node in graph_nodes([loss]) if isinstance(leaf := getattr(node, "variable", None), Tensor)
+    ]
+    hidden = [weakref.ref(leaf) for leaf in ends if leaf not in known]
+    del batch, loss, known, ends
+    if found := [tuple(leaf.shape) for ref in hidden if (leaf := ref()) is not None]:
+        raise ValueError(
+            f"Training(model, loss_fn, data): the loss reads a tensor of shape {found[0]} that requires grad. The "
+            "tensor would get no gradient, because it is in no closure, attribute, default or global of the loss, "
+            "the model or the transform. Store it in one of them, or detach it."
+        )
+
+
+def with_leaves(inputs: Inputs, leaves: Leaves, values: Leaves) -> Inputs:
+    """Return inputs in which the tensors of ``leaves`` are replaced by ``values``."""
+    new = {
+        id(t): value for t, value in zip(leaves.rule + leaves.free, values.rule + values.free, strict=True)
+    }
+    rule = with_hyperparameters(inputs.rule, lambda t: new[id(t)]) if leaves.rule else inputs.rule
+    places = [(place, new[id(t)]) for place, t in inputs.places]
+    return Inputs(values.weights[0], inputs.examples.of(values.data), rule, places)
 
 
 class PartGraph(NamedTuple):
@@ -88,6 +132,7 @@ class PartGraph(NamedTuple):
         weights: The weights of the examples.
         divisor: The divisor of the weighted sum of the losses.
         data: The tensors of the batch.
+        free: The other tensors that the loss or the model reads.
     """
 
     part: Part
@@ -97,6 +142,7 @@ class PartGraph(NamedTuple):
     weights: Tensor
     divisor: Tensor
     data: list[Tensor]
+    free: list[Tensor]
 
 
 class Pullback:
@@ -137,7 +183,9 @@ class Pullback:
             own = {name: b.clone() for name, b in buffers.items()}
         copies = {name: (b, b._version, b.grad_fn) for name, b in own.items()}
         versions = {name: p._version for name, p in params.items()}
-        with self.step.model.holding(params, own):
+        free = [variable(t) for t in self.leaves.free]
+        places = with_leaves(self.inputs, self.leaves, self.leaves._replace(free=free)).places
+        with self.step.model.holding(params, own), placed(places):
             gradient = self.step.gradient(params, own, weights, divisor, batch, part, create_graph=True)
         if not self.is_checked:
             self.is_checked = True
@@ -150,7 +198,7 @@ class Pullback:
                 )
         for name, copy in copies.items():
             _refuse_detached(name, buffers[name], gradient.buffers[name], *copy)
-        return PartGraph(part, gradient, params, buffers, weights, divisor, data)
+        return PartGraph(part, gradient, params, buffers, weights, divisor, data, free)
 
     def __call__(
         self,
@@ -236,7 +284,7 @@ class Pullback:
         gradient = graph.gradient
         outputs = [*gradient.grads.values(), gradient.loss, *gradient.buffers.values()]
         inputs = [*graph.params.values(), *graph.buffers.values()]
-        inputs += [graph.weights, graph.divisor, *graph.data, *self.leaves.free]
+        inputs += [graph.weights, graph.divisor, *graph.data, *graph.free]
         unused = {name: b.detach().clone() for name, b in gradient.buffers.items()}
         with self.step.model.holding(graph.params, unused):
             found = iter(vjp(outputs, inputs, [*along, loss, *buffers], self.count))

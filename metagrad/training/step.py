@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from metagrad.core._torch import BatchNorm, InstanceNorm
 from metagrad.core.norms import composite_norms, unfused_attention
-from metagrad.core.reach import placed
+from metagrad.core.reach import Place, placed
 from metagrad.core.substitution import Read, copied, noted_reads, refuse_hidden, tensor_places
-from metagrad.core.tree import LossFn, Params, Tree, is_differentiable, zeros_for_none
+from metagrad.core.tree import LossFn, Params, Tree, is_differentiable, with_fresh_views, zeros_for_none
 from metagrad.optim.rule import Rule
 from metagrad.training.losses import example_losses
 from metagrad.training.stream import Examples, Stream, seed_step
@@ -40,11 +40,13 @@ class Inputs(NamedTuple):
         weights: Weights of the examples, ``[n]``, or of their terms, such as tokens, ``[n, ...]``.
         examples: The examples.
         rule: The functional optimizer.
+        places: Other tensors that require grad and that the loss, model or transform reads, with their places.
     """
 
     weights: Tensor
     examples: Examples
     rule: Rule
+    places: Sequence[tuple[Place, Tensor]] = ()
 
 
 class Part(NamedTuple):
@@ -300,7 +302,7 @@ class Step:
         """Return the state after step ``t`` and the loss, differentiable any number of times."""
         total = self.whole_gradient(state, t, inputs, create_graph=True)
         params, optimizer = inputs.rule.update(total.grads, state.optimizer, state.params)
-        return State(params, optimizer, total.buffers), total.loss
+        return State(with_fresh_views(params, state.params), optimizer, total.buffers), total.loss
 
     def whole_gradient(self, state: State, t: int, inputs: Inputs, *, create_graph: bool = False) -> Gradient:
         """Return the gradient of step ``t``."""

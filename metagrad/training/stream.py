@@ -117,6 +117,10 @@ class Examples:
         if not self.size:
             refuse("Training(data)", "at least one example", 0)
 
+    def of(self, tensors: Sequence[Tensor]) -> Examples:
+        """Return the same examples with other tensors."""
+        return self if self.tensors is None else Examples(self._dissected[1].fill(tensors))
+
     def batch(self, rows: Tensor) -> tuple[Tree, Tree]:
         """Return the examples at some indices."""
         if self.tensors is not None:

@@ -16,7 +16,7 @@ from metagrad.core._torch import Context, Function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.checks import check_choice, check_count, check_function, check_type, refuse
 from metagrad.core.modules import check_substitutable, refuse_wrapped
-from metagrad.core.reach import ReachableObjects
+from metagrad.core.reach import Place, ReachableObjects
 from metagrad.core.tree import LossFn, Params, Tree, dissect, is_differentiable
 from metagrad.optim.rule import Rule
 from metagrad.training.reverse import Cotangents, Leaves, StateCotangents, leaves_of, vjp
@@ -175,8 +175,8 @@ class Training:
         own = self.model.params() if params is None else self._checked_params(params)
         weights = self._checked_weights(weights, next(iter(own.values())))
         rule = self.optimizer if optimizer is None else _checked_rule("Training(...)(optimizer)", optimizer)
-        inputs = Inputs(weights, examples, rule)
-        leaves = leaves_of(own, inputs, self._free(own))
+        inputs = Inputs(weights, examples, rule, self._places(own))
+        leaves = leaves_of(own, inputs)
         wanted = leaves.filled([t.requires_grad and torch.is_grad_enabled() for t in leaves.flat()])
         plan = self.plan(memory, states, params=own, optimizer=rule)
         full = memory == "full" and states is None
@@ -212,15 +212,12 @@ class Training:
         count = states_of(call, mode, self.steps, size) if states is None else min(states, self.steps)
         return Plan(self.steps, count)
 
-    def _free(self, params: Params) -> list[Tensor]:
+    def _places(self, params: Params) -> list[tuple[Place, Tensor]]:
         """Return the tensors that require grad among those that the loss, the model and the transform can reach."""
         known = {id(t) for t in (*params.values(), *self.model.params().values())}
-        found: dict[int, Tensor] = {}
-        for function in (self.step.loss_fn, self.model.module, self.step.transform):
-            for _, tensor in [] if function is None else ReachableObjects(function).tensors:
-                if tensor.requires_grad and id(tensor) not in known:
-                    found[id(tensor)] = tensor
-        return list(found.values())
+        functions = filter(None, (self.step.loss_fn, self.model.module, self.step.transform))
+        reached = [found for function in functions for found in ReachableObjects(function).tensors]
+        return [(place, t) for place, t in reached if t.requires_grad and id(t) not in known]
 
     def _checked_data(self, data: tuple[Tree, Tree]) -> Examples:
         examples = Examples(data)
@@ -386,10 +383,9 @@ def _differentiable(
     trajectory: Trajectory, wanted: Leaves, cotangents: tuple[Tensor | None, ...]
 ) -> list[Tensor | None]:
     """Return the cotangents of the leaves with a graph."""
-    final, losses = trajectory.differentiable()
+    final, losses, views = trajectory.differentiable()
     outputs = [*final.params.values(), *final.buffers.values(), losses]
-    leaves = trajectory.leaves.flat()
-    own = [leaf for leaf, is_wanted in zip(leaves, wanted.flat(), strict=True) if is_wanted]
+    own = [view for view, is_wanted in zip(views.flat(), wanted.flat(), strict=True) if is_wanted]
     found = iter(graph_vjp(outputs, own, cotangents, create_graph=True))
     return [next(found) if is_wanted else None for is_wanted in wanted.flat()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,18 @@ from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_determini
 from metagrad.autograd.unrolling.plan import Plan, Reversal
 from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.norms import every_order
+from metagrad.core.reach import placed
 from metagrad.core.tree import HALF, Params, dissect, tree_map
 from metagrad.memory.tracker import phase
-from metagrad.training.reverse import Cotangents, Leaves, PartGraph, Pullback, StateCotangents
+from metagrad.training.reverse import (
+    Cotangents,
+    Leaves,
+    PartGraph,
+    Pullback,
+    StateCotangents,
+    refuse_hidden_leaves,
+    with_leaves,
+)
 from metagrad.training.states import FolderStates, PinnedStates, States, checksum
 from metagrad.training.step import Inputs, State, Step, variable
 
@@ -116,6 +126,8 @@ class Trajectory:
         recorder = Pullback(self.step, self.inputs, self.leaves, self.wanted, 1) if keep_graphs else None
         random = RandomState()
         with self.step.model.training(), phase("forward"):
+            if any(self.wanted.flat()):
+                refuse_hidden_leaves(self.step, self.inputs, self.leaves, self.kept[0])
             for t in range(first, self.steps):
                 if t in wanted:
                     self.kept[t] = state
@@ -174,28 +186,40 @@ class Trajectory:
         leaves = zip(total, self.leaves.flat(), wanted.flat(), strict=True)
         return self.leaves.filled(c.to(t.dtype) if want and c is not None else None for c, t, want in leaves)
 
-    def differentiable(self) -> tuple[State, Tensor]:
-        """Run the training again with one graph of all steps, for derivatives of any order."""
+    def differentiable(self) -> tuple[State, Tensor, Leaves]:
+        """Run the training again with one graph of all steps, for derivatives of any order.
+
+        Returns:
+            The final state, the losses, and a view of each leaf. Leaves can depend on each other, so derivatives with
+            respect to the views are partial derivatives.
+        """
         if self.steps > MOST_DIFFERENTIABLE:
             raise RuntimeError(
                 f"Training(...): the derivative of a training can be differentiated again (create_graph=True) for at "
                 f"most {MOST_DIFFERENTIABLE} steps, got {self.steps}. Its graph would hold every step."
             )
-        params = dict(zip(self.kept[0].params, self.leaves.params, strict=True))
+        views = self.leaves.filled([t.view_as(t) if t.requires_grad else t for t in self.leaves.flat()])
+        inputs = with_leaves(self.inputs, self.leaves, views)
+        params = dict(zip(self.kept[0].params, views.params, strict=True))
+        params = {name: p if p.requires_grad else variable(p) for name, p in params.items()}
         buffers = {name: variable(b) for name, b in self.kept[0].buffers.items()}
-        state = State(params, self.inputs.rule.init(params), buffers)
+        state = State(params, inputs.rule.init(params), buffers)
         losses, random = list[Tensor](), RandomState()
         with (
+            contextlib.ExitStack() as stack,
             self.settings[0].restored(),
             self.settings[1].restored(),
             self.step.model.training(),
             every_order(),
         ):
+            pull = Pullback(self.step, self.inputs, self.leaves, self.wanted, 1)
+            pull.record(self.kept[0], self.step.parts(0)[0])  # raises if a derivative would be lost
+            stack.enter_context(placed(inputs.places))
             for t in range(self.steps):
-                state, loss = self.step.take_with_graph(state, t, self.inputs)
+                state, loss = self.step.take_with_graph(state, t, inputs)
                 losses.append(loss)
         random.restore()
-        return state, torch.stack(losses)
+        return state, torch.stack(losses), views
 
     def states(self) -> Iterator[tuple[int, State]]:
         """Run the training again, and yield the number of steps so far and the state, after every step."""
@@ -276,7 +300,7 @@ class SavedSweep:
 
 def _norms(cotangents: Cotangents) -> Tensor:
     """Return the norm over all parameters of each of k cotangents, ``[k]``."""
-    squares = [c.double().flatten(1).square().sum(1) for c in cotangents if c is not None]
+    squares = [c.double().unsqueeze(-1).flatten(1).square().sum(1) for c in cotangents if c is not None]
     return torch.stack(squares).sum(0).sqrt() if squares else torch.zeros(1)
 
 

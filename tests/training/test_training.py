@@ -281,6 +281,82 @@ def test_what_the_loss_reads_is_differentiated(kind):
     assert float(found @ direction) == pytest.approx(expected, rel=1e-6)
 
 
+class Penalized:
+    """A loss that holds a tensor and a function of it."""
+
+    def __init__(self, z):
+        self.z, self.square = z, z**2
+
+    def __call__(self, output, y):
+        return (output - y).square().mean(1) * self.square
+
+
+def linked(z, name):
+    """Train with two inputs that are functions of ``z``."""
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(3, 3), torch.randn(14, 3), torch.randn(14, 3)
+    net.register_parameter("scale", nn.Parameter(torch.ones(())))
+    net.register_forward_hook(lambda module, args, output: output * module.scale)
+    loss_fn = Penalized(z) if name == "loss" else F.mse_loss
+    training = mg.Training(net, loss_fn, (x, y), optimizer=R.sgd(lr=0.1), batch_size=4, steps=4)
+    weights, moved = z.repeat(14), x * z
+    options = {
+        "weights and rate": lambda: {"weights": weights, "optimizer": R.sgd(lr=weights.mean() / 9)},
+        "inputs are targets": lambda: {"data": (moved, moved)},
+        "weights and inputs": lambda: {"weights": weights, "data": (x * weights[:, None], y)},
+        "parameters": lambda: {
+            "params": {"weight": (w := net.weight.detach() * z), "bias": w.sum(1), "scale": torch.ones(())}
+        },
+        "loss": dict,
+    }[name]()
+    return training(**options)(x).square().mean()
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    "name", ["weights and rate", "inputs are targets", "weights and inputs", "parameters", "loss"]
+)
+def test_inputs_that_depend_on_each_other_count_once(name, create_graph):
+    z = torch.tensor(0.9, requires_grad=True)
+    (found,) = torch.autograd.grad(linked(z, name), z, create_graph=create_graph)
+    expected = difference(lambda z: linked(z, name).detach(), torch.tensor(0.9), torch.tensor(1.0))
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_parameter_that_a_rule_leaves_out_is_still_a_variable(create_graph):
+    rule = R.chain(R.clip_by_norm(0.3), R.mask(R.sgd(lr=0.5), "0.*"))
+    training, weights = problem(rule=rule), torch.ones(14, requires_grad=True)
+    (found,) = torch.autograd.grad(metric(training(weights)), weights, create_graph=create_graph)
+    direction = torch.linspace(-1, 1, 14)
+    expected = difference(lambda w: metric(training(w)).detach(), torch.ones(14), direction)
+    torch.testing.assert_close(found.detach() @ direction, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_a_tensor_that_cannot_be_found_is_an_error(memory):
+    class Holder:
+        __slots__ = ("scale",)
+
+    holder = Holder()
+    holder.scale = torch.tensor(2.0, requires_grad=True)
+    net = nn.Sequential(nn.Linear(12, 3))
+    net.register_forward_hook(lambda module, args, output: output * holder.scale)
+    training = problem(net, steps=3, epochs=None)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(\) that requires grad"):
+        training(memory=memory)
+    with torch.no_grad():
+        assert len(training(memory=memory).losses) == 3
+
+
+def test_a_dataset_of_tensors_that_require_grad_is_an_error():
+    x, y = torch.randn(14, 12, requires_grad=True), torch.randint(0, 3, (14,))
+    data = torch.utils.data.TensorDataset(x, y)
+    training = mg.Training(mlp(), F.cross_entropy, data, optimizer=R.sgd(lr=0.1), batch_size=4, steps=2)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(14, 12\) that requires grad"):
+        training()
+
+
 def test_weights_of_tokens():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
@@ -470,15 +546,16 @@ LOST = {
 }
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("name", LOST)
-def test_a_derivative_that_would_be_lost_is_an_error(name):
+def test_a_derivative_that_would_be_lost_is_an_error(name, create_graph):
     model, message = LOST[name]
     torch.manual_seed(0)
     x = torch.randint(0, 3, (14, 12)) if name in ("a parameter", "rows") else torch.randn(14, 12)
     data = x, torch.randint(0, 3, (14,))
     training = mg.Training(model(), F.cross_entropy, data, optimizer=R.sgd(lr=0.1), batch_size=4, steps=3)
     with pytest.raises(ValueError, match=message):
-        training(torch.ones(14, requires_grad=True))(x).sum().backward()
+        training(torch.ones(14, requires_grad=True))(x).sum().backward(create_graph=create_graph)
 
 
 WRONG = {

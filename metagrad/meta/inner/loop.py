@@ -19,7 +19,16 @@ from metagrad.autograd.unrolling.unroll import run_loop
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.norms import composite_norms
 from metagrad.core.structured import Nested, Structured
-from metagrad.core.tree import Params, Tree, as_variable, constants, detached, tree_map, zeros_for_none
+from metagrad.core.tree import (
+    Params,
+    Tree,
+    as_variable,
+    constants,
+    detached,
+    tree_map,
+    with_fresh_views,
+    zeros_for_none,
+)
 from metagrad.memory.tracker import current, phase
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, TaskLoss
@@ -276,6 +285,7 @@ class InnerLoop:
                     losses, grads = self._gradients(losses, params, create_graph, t)
                 grads = grads if create_graph else {name: g.detach() for name, g in grads.items()}
                 moved = (self.rule if rule is None else rule).update(grads, rule_state, params)
+                moved = (with_fresh_views(moved[0], params), *moved[1:])
                 if passes_on:
                     moved = constants(moved)
                     moved = (with_history_of(params, moved[0]), *moved[1:])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from metagrad.core.tree import Params
+from metagrad.core.tree import Params, with_fresh_views
 from metagrad.optim.rule import Rule, RuleNode
 from metagrad.optim.transforms.chain import check_rule
 
@@ -52,7 +52,7 @@ class Mask(RuleNode):
         other_state = None
         if self.other is not None:
             others, other_state = self.other.update(other_grads, state.other, others)
-        both = {**moved, **others}
+        both = with_fresh_views({**moved, **others}, params)
         return {key: both[key] for key in params}, MaskState(rule_state, other_state)
 
     def _split(self, tensors: Params) -> tuple[Params, Params]:

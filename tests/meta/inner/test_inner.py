@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.core.budget import BudgetError
-from metagrad.optim.rules import adam, sgd
+from metagrad.optim.rules import adam, chain, clip_by_norm, mask, sgd
 from tests.marks import slow
 
 
@@ -39,6 +42,56 @@ def test_truncated_steps_are_first_order_steps_before_the_last(
         mg.grad(out.loss, params), mg.grad(expected.mean(), params), rtol=1e-10, atol=1e-14
     )
     assert out.support_losses.shape == (4, 5)
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """Gradient descent on weights in even steps, and on biases in odd ones."""
+
+    moves: Callable[[torch.Tensor], torch.Tensor] = lambda p: p
+
+    def init(self, params):
+        return 0
+
+    def update(self, grads, step, params):
+        kind = ("weight", "bias")[step % 2]
+        new = {k: p - 0.3 * grads[k] if k.endswith(kind) else self.moves(p) for k, p in params.items()}
+        return new, step + 1
+
+
+UNMOVED = {
+    "alternating": (Alternating(), Alternating(torch.clone)),
+    "clip and mask": (
+        chain(clip_by_norm(0.3), mask(sgd(lr=0.5), "*0.*")),
+        chain(clip_by_norm(0.3), mask(sgd(lr=0.5), "*0.*", other=sgd(lr=0.0))),
+    ),
+    "a learned rate": (
+        mask(sgd(lr=torch.tensor(0.5, requires_grad=True)), "*0.*"),
+        mask(sgd(lr=torch.tensor(0.5, requires_grad=True)), "*0.*", other=sgd(lr=0.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize(
+    ("memory", "task_chunk"), [("full", None), ("full", 1), ("step", None), slow("sqrt", 1), slow("log", 1)]
+)
+@pytest.mark.parametrize("name", UNMOVED)
+def test_a_parameter_that_a_rule_returns_unchanged_is_still_a_variable(
+    regression, name, memory, task_chunk, order
+):
+    model = mlp()
+    params = dict(model.named_parameters())
+    found, expected = (
+        mg.grad(
+            mg.MAML(
+                model, F.mse_loss, inner=rule, steps=3, order=order, memory=memory, task_chunk=task_chunk
+            )(regression).loss,
+            params,
+        )
+        for rule in UNMOVED[name]
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
 def between(norms):
