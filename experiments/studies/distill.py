@@ -383,7 +383,7 @@ def figures(results: list[Result], config: DistillConfig, folder: Path) -> list[
     sets, path = sets_of(results), folder / "distill.png"
     with figure(path, 1, 4, size=(15, 3.6)) as axes:
         longest = f"learned_{max(config.lengths, default=0)}"
-        for axis, name in zip(axes[0], ("random", "herding", longest), strict=True):
+        for axis, name in zip(axes[0], ("random", "herding", longest), strict=False):
             file = folder / name / str(config.seeds[0]) / IMAGES
             _draw_images(axis, file if name in sets else None, config)
             axis.set_title(title(name).capitalize())

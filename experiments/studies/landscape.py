@@ -345,8 +345,8 @@ def ratio(row: dict[str, Any]) -> float | None:
 
 PANELS = (
     ("Training loss", "Mean squared error", lambda row: row["loss"]),
-    ("Sharpness: the largest eigenvalue of the Hessian", "Sharpness", lambda row: row["sharpness"]),
-    ("At 1, an optimizer trains at its edge of stability", "Preconditioned sharpness / edge", ratio),
+    ("Largest eigenvalue of the Hessian", "Sharpness", lambda row: row["sharpness"]),
+    ("1 is the edge of stability of each optimizer", "Preconditioned sharpness / edge", ratio),
 )
 
 
