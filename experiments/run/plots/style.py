@@ -53,7 +53,10 @@ def label_lines(axis: Any, *, gap: float = 0.07) -> None:
         means = (min(mean(free[j:k]) for k in range(rank + 1, len(free) + 1)) for j in range(rank + 1))
         options = {"xycoords": "axes fraction", "va": "center", "annotation_clip": False}
         axis.annotate(
-            lines[i].get_label(), (1.02, max(*means, 0.02) + gap * rank), color=lines[i].get_color(), **options
+            lines[i].get_label(),
+            (1.02, max(*means, 0.02) + gap * rank),
+            color=lines[i].get_color(),
+            **options,
         )
 
 
