@@ -103,7 +103,7 @@ def train(graph: Graph, *, hidden: int, epochs: int) -> float:
 
 
 def trained(matrix: Matrix, features: Matrix, params: Params, graph: Graph, *, steps: int) -> Params:
-    """Run gradient descent on the training nodes, differentiable in the matrix."""
+    """Run gradient descent on the training nodes, differentiable with respect to the matrix."""
     rule = mg.optim.rules.sgd(lr=20.0, momentum=0.9, weight_decay=5e-4)
 
     def step(state, t, matrix):

@@ -1,1 +1,1 @@
-"""The studies: each is a program of its own, of the form of `study.py`."""
+"""The studies: each is a separate program in the form of `study.py`."""

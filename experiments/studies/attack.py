@@ -63,11 +63,11 @@ class Surrogate:
     memory: Any = key("Memory mode of the unroll: full, sqrt, step, or a budget such as 64MiB.")
 
     def logits(self, params: Params, last: Any, matrix: Any, words: Any) -> Tensor:
-        """Return the logits of the nodes of ``last``, which are rows of the matrix: ``[nodes, classes]``."""
+        """Return the logits ``[nodes, classes]`` of the nodes that are rows of the matrix ``last``."""
         return last @ (matrix @ (words @ params["weight"]))
 
     def trained(self, params: Params, matrix: Any, words: Any, graph: Citations) -> Params:
-        """Train on the training nodes. The result is differentiable in the matrix if gradients are enabled."""
+        """Train on the training nodes. The result is differentiable with respect to the matrix."""
         rule = mg.optim.rules.sgd(lr=self.lr, momentum=self.momentum)
         labels = graph.labels[graph.train]
 

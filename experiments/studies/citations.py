@@ -88,7 +88,7 @@ def ordered(pairs: Tensor) -> Tensor:
 
 
 def normalized(pairs: Tensor, weights: Tensor, nodes: int) -> SparseTensor:
-    r"""Return :math:`D^{-1/2} (A + I) D^{-1/2}`, differentiable in the weights of the pairs.
+    r"""Return :math:`D^{-1/2} (A + I) D^{-1/2}`, differentiable with respect to the weights of the pairs.
 
     Kipf, Welling, "Semi-supervised classification with graph convolutional networks", ICLR 2017, equation 2.
     """

@@ -77,7 +77,7 @@ TITLES = {
 
 @dataclass
 class ArchitectureConfig(StudyConfig):
-    """Each seed has characters of its own."""
+    """Each seed has its own characters."""
 
     methods: list[str] = key(f"Hypergradients to search with: {', '.join(METHODS)}.")
     drawn: int = key("Architectures of the random search.")

@@ -112,8 +112,8 @@ def attribute(trained: Trained, metrics: Metrics, method: AttributionMethod | No
         Scores ``[k, n]``.
 
     Raises:
-        TypeError: ``trained`` is no :class:`metagrad.training.Trained`.
-        ValueError: The metrics are no 1-d tensor.
+        TypeError: ``trained`` is not a :class:`metagrad.training.Trained`.
+        ValueError: The metrics are not a 1-d tensor.
 
     Example:
         >>> x, y = torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [3.0]])

@@ -28,9 +28,9 @@ def hypergradient(
     method                     cost                               error
     ========================== ================================== ====================================================
     ``Exact``                  n products with the Hessian        rounding
-    ``CG``                     a product a step                   the residual of its solve
-    ``Unroll``                 a gradient of a gradient a step    none for its steps from ``params``, at any order
-    ``Neumann``                a product a step                   falls with :math:`(1 - \alpha \lambda_{\min})^k`
+    ``CG``                     one product per step               the residual of its solve
+    ``Unroll``                 one second derivative per step     none for its steps from ``params``, at any order
+    ``Neumann``                one product per step               falls with :math:`(1 - \alpha \lambda_{\min})^k`
     ``Nystrom``                ``rank`` products                  the eigenvalues beyond the rank, and its damping
     ``FirstOrder``             none, or a mixed derivative        the Hessian's distance to a multiple of the identity
     ``FiniteDifference``       4 gradients                        as ``FirstOrder``, plus the square of a difference

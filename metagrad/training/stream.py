@@ -25,7 +25,7 @@ class Stream:
         batch_size: Examples in a mini-batch. The last one of an epoch can be smaller.
         steps: Number of steps.
         seed: Seed of the order.
-        order: Indices of the examples of each step, ``[steps, batch]``, in place of the shuffled order.
+        order: Indices of the examples of each step, ``[steps, batch]``, instead of the shuffled order.
     """
 
     def __init__(

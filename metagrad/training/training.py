@@ -342,7 +342,7 @@ class Trained:
 
 
 def _dense(found: Cotangents, like: list[Tensor], count: int) -> list[Tensor]:
-    """Return cotangents with zeros in place of None."""
+    """Replace None by zeros in cotangents."""
     return [x.new_zeros(count, *x.shape) if f is None else f for f, x in zip(found, like, strict=True)]
 
 

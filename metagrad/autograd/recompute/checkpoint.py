@@ -238,7 +238,7 @@ def _end(output: Tensor | None) -> GradientEdge | None:
 
 
 def _private(tensor: Tensor, create_graph: bool) -> Tensor:
-    """Return a tensor of its own for each operand. A tensor in two arguments has two derivatives."""
+    """Return a separate tensor for each operand. A tensor in two arguments has two derivatives."""
     if create_graph and tensor.requires_grad:
         return tensor.view_as(tensor)
     return fresh_leaf(tensor)

@@ -27,7 +27,7 @@ from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparam
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 Matrices: TypeAlias = "tuple[tuple[Tensor, ...], ...]"
-"""For each block of a parameter, a matrix for each axis."""
+"""A list of the blocks of a parameter, with a matrix for each axis of a block."""
 
 
 class ShampooState(NamedTuple):

@@ -64,7 +64,7 @@ class GaussNewton(NewtonCG):
     enter only the gradient.
 
     Args:
-        params: Parameters, as of :class:`NewtonCG`.
+        params: Parameters, as in :class:`NewtonCG`.
         lr: The factor :math:`\eta` of every step.
         matrix: ``"ggn"``, the Gauss-Newton matrix, or ``"fisher"``, the exact Fisher matrix.
         damping: :math:`\lambda_0`. A schedule of the damping is multiplied by the factor from the reduction

@@ -344,7 +344,7 @@ class NewtonCG(VectorOptimizer):
         - ``damping`` of the next step, in the first group.
         - ``length`` of the step in units of its direction, by the largest step size.
         - ``direction``: ``newton``, ``gauss_newton``, ``negative_curvature``, or ``none`` if nothing moved.
-        - ``skipped``, as of all optimizers, also before the first step.
+        - ``skipped``, as in all optimizers, also before the first step.
         """
         if self._last is None:
             return super().stats

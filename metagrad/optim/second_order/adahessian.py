@@ -27,8 +27,8 @@ class AdaHessian(DiagonalOptimizer):
         w_t &= (1 - \eta \lambda) w_{t-1}
                - \eta \, \frac{m_t / (1 - \beta_1^t)}{\bigl(v_t / (1 - \beta_2^t)\bigr)^{k / 2} + \epsilon}
 
-    where :math:`\bar D` is :math:`D`, averaged over the positions of each convolution kernel. A closure of the usual
-    form works, or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``. Limits are
+    where :math:`\bar D` is :math:`D`, averaged over the positions of each convolution kernel. Use a closure of the
+    usual form, or ``opt.backward(loss)`` instead of ``loss.backward()``. Both work with a ``GradScaler``. Limits are
     listed in :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Sparse gradients raise an
     error. A step costs two to four gradients.
 

@@ -60,7 +60,7 @@ class LossRecorder(Dispatch):
         self.losses: list[RecordedLoss] = []
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function that was given in place of ``Tensor.backward``."""
+        """Call the function that replaces ``Tensor.backward``."""
         if averaging_wrapper() is not None:
             raise ValueError(
                 "opt.step(closure): the loss is computed by a DistributedDataParallel, which averages what a "

@@ -88,7 +88,7 @@ def axis_products(matrices: Mapping[str, Sequence[Tensor | None]], *, psd: bool 
             a diagonal, and None is the identity. If there are fewer matrices than axes, the last axes count as one.
             So a convolution ``[out, in, height, width]`` with three matrices has one for outputs, inputs and the
             filter. Any matrix may require grad.
-        psd: Multiply by :math:`M^\top M`, which is positive semi-definite, in place of :math:`M`.
+        psd: Multiply by :math:`M^\top M`, which is positive semi-definite, instead of :math:`M`.
 
     Raises:
         TypeError: ``matrices`` is not a mapping of sequences of tensors.
