@@ -153,14 +153,28 @@ class AutocastState:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
-        """Context manager that restores autocast. The cache is off, since it would outlive a recomputation."""
+        """Context manager that restores autocast, without its cache."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(without_autocast_cache())
             for kind, (enabled, dtype) in self.kinds.items():
                 if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-                    )
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Generator[None]:
+    """Context manager in which autocast casts a tensor at each use.
+
+    The cache has only leaves, and a recomputation can have a leaf where the first run had none. The cache would
+    also outlive the recomputation.
+    """
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from metagrad.autograd.recompute.fingerprint import (
     is_deterministic,
     kind_of,
 )
-from metagrad.core.capture import AutocastState, Flags, RandomState
+from metagrad.core.capture import AutocastState, Flags, RandomState, without_autocast_cache
 from metagrad.core.dispatch import DispatchState
 from metagrad.core.modules import ModuleSnapshot, check_substitutable, content_of, is_as_it_was
 from metagrad.core.reach import Place, ReachableObjects, placed
@@ -314,7 +314,7 @@ def record(
     state = CallState(fn, name) if state is None else state
     versions = [_version(tensor) for tensor in given]
     call = Call(fn, name, given, arguments, state)
-    with torch.enable_grad():
+    with torch.enable_grad(), without_autocast_cache():
         outputs, structure = dissect(fn(*args, **kwargs))
     if [_version(tensor) for tensor in given] != versions:
         raise ValueError(

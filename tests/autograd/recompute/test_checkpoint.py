@@ -173,6 +173,29 @@ def test_autocast_is_restored_when_it_is_recomputed():
     assert torch.equal(w.grad, expected[1])
 
 
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_under_autocast_a_weight_may_be_used_twice(is_leaf, is_outside):
+    """The cache of autocast would cast a leaf once, and another tensor twice."""
+    x, leaf = randn(3, 4).float(), randn(4, 4).float().detach().requires_grad_()
+
+    def product(w):
+        with contextlib.nullcontext() if is_outside else torch.autocast("cpu", dtype=torch.bfloat16):
+            return ((x @ w).tanh() @ w).float()
+
+    def derivatives(call):
+        w = leaf if is_leaf else leaf * 1
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_outside):
+            y = call(w)
+        first = mg.grad(y.square().sum(), leaf, create_graph=True)
+        return first, mg.grad(first.square().sum(), leaf)
+
+    of_checkpoint, plain = derivatives(lambda w: mg.checkpoint(product, w)), derivatives(product)
+    for found, expected in zip(of_checkpoint, plain, strict=True):
+        error = 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=0, atol=error)
+
+
 def test_nothing_is_recorded_without_grad_mode():
     calls = []
     with torch.no_grad():
