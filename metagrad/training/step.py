@@ -277,7 +277,7 @@ class Step:
             if gradient is not None and gradient.layout != torch.strided:
                 raise ValueError(
                     f"Training(model): the gradient of {name!r} is sparse, which a training does not support. Use "
-                    "sparse=False in nn.Embedding."
+                    "sparse=False in nn.Embedding, and a table of only the rows that the data use (torch.unique)."
                 )
         grads = dict(zip(params, zeros_for_none(found, params.values()), strict=True))
         return Gradient(grads, loss if create_graph else loss.detach(), self.model.held(buffers))
