@@ -199,7 +199,7 @@ def weighted(data: Data, penalty: float) -> Callable[[Params, Any], Tensor]:
 
 
 def hypergradients(terms: int) -> dict[str, HypergradientMethod]:
-    """Return the hypergradient methods. All that need products or steps take the same number."""
+    """Return the hypergradient methods. All methods with products or steps take the same number."""
     return {
         "CG": CG(steps=terms),
         "Neumann": Neumann(steps=terms, scale=LR),

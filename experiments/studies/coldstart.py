@@ -70,7 +70,7 @@ Predict = Callable[[Examples, dict[str, Tensor]], Tensor]
 class ColdStartConfig(StudyConfig):
     """Each seed has its own test students and its own network."""
 
-    shots: list[int] = key("How many ratings of a student are seen, ascending.", least=0)
+    shots: list[int] = key("Numbers of known ratings of a student, ascending.", least=0)
     drawn: int = key("Students that are drawn, with repetition, for validation and for the test.")
     iterations: int = key("Meta-batches.")
     every: int = key("Meta-batches from one validation to the next; the best one is kept.")
@@ -383,7 +383,7 @@ def report(results: list[Result], config: ColdStartConfig) -> str:
     return f"""# Students of whom few ratings are known
 
 Root mean square error on {QUERIES} ratings of each of {config.drawn} students, drawn from the fifth that no
-method saw in training, by how many other ratings of the student are seen. Below it the difference from user +
+method saw in training, for each number of other known ratings. Below it the difference from user +
 item bias, in thousandths. Mean and standard deviation over {len(config.seeds)} seeds.
 
 {markdown(table)}

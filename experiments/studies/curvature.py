@@ -38,7 +38,7 @@ class Quantities:
     """The measurements and their precision."""
 
     probes: int = key("Products for the trace, and as many for each layer.", least=6)
-    eigenvalues: int = key("How many of the largest eigenvalues.")
+    eigenvalues: int = key("Number of largest eigenvalues.")
     rtol: float = key("Tolerance of eigenvalues, relative to the norm of the matrix.")
     max_matvecs: int = key("Products at most; eigenvalues found by then are taken, with their bounds.")
     density_steps: int = key("Lanczos steps, products for each probe of the density.")

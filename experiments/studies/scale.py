@@ -69,7 +69,7 @@ def measure(processes: int, *, steps: int = STEPS) -> tuple[list[Measured], Spee
     """Average gradients in several processes of this machine, count the bytes that they send, and time outer steps.
 
     Args:
-        processes: How many.
+        processes: Number of processes.
         steps: Number of timed repeats.
 
     Raises:

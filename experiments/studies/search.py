@@ -159,7 +159,7 @@ class Network(nn.Module):
     """A convolution, two cells of the same architecture with halved height and width between, and a linear layer.
 
     Args:
-        classes: How many.
+        classes: Number of classes.
         channels: Channels of a node.
         architecture: The architecture of both cells. None for the mixed network.
     """

@@ -92,7 +92,7 @@ class Examples:
             pairs.
 
     Raises:
-        TypeError: The data is an iterator or holds something else than tensors.
+        TypeError: The data is an iterator or holds objects that are not tensors.
         ValueError: The tensors have different lengths, or there are no examples.
     """
 

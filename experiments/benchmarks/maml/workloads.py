@@ -28,7 +28,7 @@ class Workload:
         loss_fn: The loss of the examples of a task.
         batch: One meta-batch.
         lr: The learning rate of the inner steps, which are plain gradient descent.
-        steps: How many.
+        steps: Number of inner steps.
         budget: Budget in bytes, larger than the graph of one step and smaller than the graph of all steps.
         methods: The methods that run. Empty for all methods.
         adapt: The module whose parameters adapt. Empty for all parameters.

@@ -74,7 +74,7 @@ def _predict(run: Run, support: Any, grid: Tensor, steps: int) -> Tensor:
 
 @torch.no_grad()
 def _most_steps(run: Run, support: Any) -> int:
-    """Return the number of drawn steps. An algorithm that learns each step cannot take more than in training."""
+    """Return the number of steps to draw. An algorithm that learns each step cannot take more than in training."""
     most = run.config.plots.steps
     try:
         run.parts.algorithm.adapt(support.to(device=run.device), steps=most)

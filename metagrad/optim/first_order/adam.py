@@ -48,7 +48,7 @@ class AdamRule(PerParameter):
 
     Args:
         lr: The learning rate :math:`\eta`.
-        betas: How much of the averages of gradients and of their squares is kept, each from 0 to below 1.
+        betas: Decay rates of the averages of gradients and of their squares, each from 0 to below 1.
         eps: Added to the root. It bounds the step where gradients vanish.
         eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients. With
@@ -136,10 +136,10 @@ class AdamWRule(AdamRule):
 
     Args:
         lr: The learning rate :math:`\eta`.
-        betas: How much of the averages of gradients and of their squares is kept, each from 0 to below 1.
+        betas: Decay rates of the averages of gradients and of their squares, each from 0 to below 1.
         eps: Added to the root. It bounds the step where gradients vanish.
         eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         decoupled: If False, add ``weight_decay`` times the parameters to their gradients, as Adam does.
         amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
         maximize: Climb: use the gradient with the other sign.

@@ -45,9 +45,9 @@ class LionRule(PerParameter):
 
     Args:
         lr: The learning rate :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than Adam's.
-        betas: The share of the average in the direction, and how much of the average is kept, each from 0 to below 1.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters, as
-            much larger than Adam's as ``lr`` is smaller.
+        betas: The share of the average in the direction, and the decay rate of the average, each from 0 to below 1.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`. It is 3 to
+            10 times larger than Adam's, since ``lr`` is smaller.
         maximize: Climb: use the gradient with the other sign. Weights decay as before.
 
     Example:
@@ -130,11 +130,11 @@ class Lion(RuleOptimizer, rule=LionRule):
               m_t & = \beta_2 m_{t-1} + (1 - \beta_2) g_t
 
     Args:
-        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
         lr: The learning rate :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than Adam's.
-        betas: The share of the average in the direction, and how much of the average is kept, each from 0 to below 1.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters, as
-            much larger than Adam's as ``lr`` is smaller.
+        betas: The share of the average in the direction, and the decay rate of the average, each from 0 to below 1.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`. It is 3 to
+            10 times larger than Adam's, since ``lr`` is smaller.
         maximize: Climb: use the gradient with the other sign. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.

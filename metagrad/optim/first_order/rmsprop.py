@@ -48,7 +48,7 @@ class RMSpropRule(PerParameter):
 
     Args:
         lr: The learning rate :math:`\eta`.
-        alpha: How much of the average of squares is kept, from 0 to below 1.
+        alpha: Decay rate of the average of squares, from 0 to below 1.
         eps: Added to the root. It bounds the step where gradients vanish.
         eps_root: Added inside the root. It makes a training smooth in its data and hyperparameters.
         weight_decay: The factor of the parameters that is added to their gradients.

@@ -51,12 +51,12 @@ class MuonRule(AxisMatrices):
 
     Args:
         lr: The learning rate :math:`\eta`.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
-        momentum: How much of the average gradient is kept, :math:`\mu`.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
+        momentum: Decay rate :math:`\mu` of the average gradient.
         nesterov: Look ahead along the new average.
         ns_coefficients: Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
         eps: Lower bound of the norm that scales a matrix before the iterations.
-        ns_steps: How many iterations.
+        ns_steps: Number of iterations.
         adjust_lr_fn: The factor :math:`\kappa` for a matrix ``[m, n]``. With ``"original"`` or None, it is
             :math:`\sqrt{\max(1, m / n)}`. With ``"match_rms_adamw"``, it is
             :math:`0.2 \sqrt{\max(m, n)}`, for which Adam's ``lr`` fits.
@@ -180,14 +180,14 @@ class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):
     need another optimizer.
 
     Args:
-        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
         lr: The learning rate :math:`\eta`.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
-        momentum: How much of the average gradient is kept, :math:`\mu`.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
+        momentum: Decay rate :math:`\mu` of the average gradient.
         nesterov: Look ahead along the new average.
         ns_coefficients: Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
         eps: Lower bound of the norm that scales a matrix before the iterations.
-        ns_steps: How many iterations.
+        ns_steps: Number of iterations.
         adjust_lr_fn: The factor :math:`\kappa` for a matrix ``[m, n]``. With ``"original"`` or None, it is
             :math:`\sqrt{\max(1, m / n)}`. With ``"match_rms_adamw"``, it is
             :math:`0.2 \sqrt{\max(m, n)}`, for which Adam's ``lr`` fits.

@@ -71,14 +71,14 @@ class ShampooRule(AxisMatrices):
 
     Args:
         lr: The learning rate :math:`\eta`.
-        momentum: How much of the last steps is kept, :math:`\mu`.
-        decay: How much of the statistics is kept. The number 1 sums them as in the paper. Below 1 they are averages
+        momentum: Momentum :math:`\mu`, the share of the last steps that is kept.
+        decay: Decay rate of the statistics. With 1 they are sums, as in the paper. Below 1 they are averages
             :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.
         eps: Added to the eigenvalues of the statistics. In the paper :math:`L_0 = \epsilon I`. It should be above 0,
             for statistics of few gradients are singular.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         graft: Give each parameter's step the length of Adam's step without momentum. Then use Adam's ``lr``.
-        graft_decay: How much of the average of squares is kept, if ``graft``.
+        graft_decay: Decay rate of the average of squares, if ``graft``.
         graft_eps: Added to the root of the squares, if ``graft``.
         block_size: Longer axes are divided into parts of at most this length. Each block of the parameter has its own
             matrices.
@@ -243,16 +243,16 @@ class Shampoo(RuleOptimizer, rule=ShampooRule):
     Sparse gradients raise an error.
 
     Args:
-        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
         lr: The learning rate :math:`\eta`.
-        momentum: How much of the last steps is kept, :math:`\mu`.
-        decay: How much of the statistics is kept. The number 1 sums them as in the paper. Below 1 they are averages
+        momentum: Momentum :math:`\mu`, the share of the last steps that is kept.
+        decay: Decay rate of the statistics. With 1 they are sums, as in the paper. Below 1 they are averages
             :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.
         eps: Added to the eigenvalues of the statistics. In the paper :math:`L_0 = \epsilon I`. It should be above 0,
             for statistics of few gradients are singular.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         graft: Give each parameter's step the length of Adam's step without momentum. Then use Adam's ``lr``.
-        graft_decay: How much of the average of squares is kept, if ``graft``.
+        graft_decay: Decay rate of the average of squares, if ``graft``.
         graft_eps: Added to the root of the squares, if ``graft``.
         block_size: Longer axes are divided into parts of at most this length. Each block of the parameter has its own
             matrices.

@@ -72,9 +72,9 @@ class SOAPRule(AxisMatrices):
 
     Args:
         lr: The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and more.
-        betas: How much of the average gradient is kept, and how much of the averages of squares and statistics.
+        betas: Decay rates of the average gradient, and of the averages of squares and statistics.
         eps: Added to the root.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         shift: The share of their mean eigenvalue that is added to statistics for the computation of bases. This makes
             bases a smooth function, also if statistics have no full rank. 0 is the paper's. The relative error of
             derivatives is about the machine precision divided by it. Derivatives in float32 raise an error below
@@ -261,11 +261,11 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
     Sparse gradients raise an error.
 
     Args:
-        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
         lr: The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and more.
-        betas: How much of the average gradient is kept, and how much of the averages of squares and statistics.
+        betas: Decay rates of the average gradient, and of the averages of squares and statistics.
         eps: Added to the root.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         shift: The share of their mean eigenvalue that is added to statistics for the computation of bases. This makes
             bases a smooth function, also if statistics have no full rank. 0 is the paper's. The relative error of
             derivatives is about the machine precision divided by it. Derivatives in float32 raise an error below

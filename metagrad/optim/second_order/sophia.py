@@ -35,7 +35,7 @@ class SophiaH(DiagonalOptimizer):
     Steps between two estimates cost one gradient.
 
     Args:
-        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
         lr: The learning rate :math:`\eta`. Apart from weight decay, no element changes by more than ``lr`` in
             a step. The paper uses 0.8 times the learning rate of Adam for language models of 125 million
             parameters and more, 2e-4 to 6e-4. The default is for small models and fewer steps.
@@ -125,7 +125,7 @@ class SophiaG(SophiaH):
     do not enter the estimate.
 
     Args:
-        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
         lr: The learning rate, as in :class:`SophiaH`.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
         samples: Number of label samples for each estimate.

@@ -26,9 +26,9 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
     for them.
 
     Args:
-        params: Parameters, with names or without, or groups of them with their own hyperparameters.
+        params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
         lr: The learning rate :math:`\eta`.
-        betas: How much of the averages of gradients and of their squares is kept, each from 0 to below 1.
+        betas: Decay rates of the averages of gradients and of their squares, each from 0 to below 1.
         eps: Added to the root. It bounds the step where gradients vanish.
         eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
         amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
