@@ -15,6 +15,7 @@ import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
+from metagrad.core.checks import refuse
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.tree import widened
 
@@ -52,9 +53,7 @@ def layer_norm(
     """
     shape = tuple(normalized_shape)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
-        raise ValueError(
-            f"layer_norm(input, normalized_shape): the last sizes of input must be {shape}, got {tuple(input.shape)}."
-        )
+        refuse("layer_norm(input)", f"{shape} as the last sizes of input", tuple(input.shape))
     centered, scale = _statistics(widened(input), tuple(range(-len(shape), 0)), eps)
     return _affine(centered * scale, weight, bias).to(input.dtype)
 
@@ -102,9 +101,7 @@ def batch_norm(
     """
     if not training:
         if running_mean is None or running_var is None:
-            raise ValueError(
-                "batch_norm(..., training=False): expected running_mean and running_var, got None."
-            )
+            refuse("batch_norm(..., training=False)", "running_mean and running_var", None)
         shift, scale = (widened(_by_channel(t, input.ndim)) for t in (running_mean, running_var))
         return _by_channels(widened(input) - shift, (scale + eps).rsqrt(), weight, bias).to(input.dtype)
     count = input.numel() // max(input.shape[1], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from metagrad.autograd.checks.finite import is_finite
+from metagrad.core.checks import refuse
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, leaf_names, tree_leaves, zeros_for_none
 from metagrad.hypergrad.implicit import check_solution
@@ -82,9 +83,7 @@ def hypergradient(
 def checked(method: HypergradientMethod) -> HypergradientMethod:
     """Return ``method``. Raise ``TypeError`` unless ``method`` is a hypergradient method."""
     if isinstance(method, type) or not hasattr(method, "estimate"):
-        raise TypeError(
-            f"hypergradient(..., method): expected a method such as hypergrad.CG(steps=20), got {method!r}."
-        )
+        refuse("hypergradient(..., method)", "a method such as hypergrad.CG(steps=20)", method, TypeError)
     return method
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from metagrad.autograd.derivatives.recorded import Recorded, rows_of, tensors_of
 from metagrad.core._torch import linalg
 from metagrad.core.capture import RandomState
-from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a, warn
+from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a, refuse, warn
 from metagrad.core.norms import every_order
 from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers
@@ -252,9 +252,7 @@ class RootProblem:
             raise TypeError(f"{call}: the start must be a tensor, or a pytree of floating point tensors.")
         rows = {leaf.shape[:batch_ndim] for leaf in leaves}
         if len(rows) > 1 or (rows == {()} and batch_ndim):
-            raise ValueError(
-                f"{call}: with batch_ndim=1, all tensors must be [k, ...], got {[*map(list, rows)]}."
-            )
+            refuse(call, "tensors [k, ...], since batch_ndim=1", [*map(list, rows)])
         self._call, self._f, self._order, self.evaluations = call, f, order, 0
         self._leaves = [leaf.detach() for leaf in leaves]
         self._k = leaves[0].shape[0] if batch_ndim else 1

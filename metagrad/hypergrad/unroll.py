@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,14 +12,11 @@ from torch import Tensor
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
-from metagrad.core.checks import check_count, check_function
+from metagrad.core.checks import check_count, check_function, refuse
 from metagrad.core.tree import Params, Tree
 from metagrad.hypergrad.problem import Derivative, Problem, gradients, refuse_sparse
 from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 RuleOf: TypeAlias = "Rule | Callable[[Tree], Rule]"
 """A rule, or a function of ``hyper`` that returns a rule, so that learning rates can be learned."""
@@ -72,9 +69,7 @@ class Unroll:
         checked_memory("Unroll(...)", self.memory)
         check_count("Unroll(..., truncate)", self.truncate, optional=True)
         if self.truncate is not None and self.truncate > self.steps:
-            raise ValueError(
-                f"Unroll(..., truncate): expected None or 1 to steps={self.steps}, got {self.truncate}."
-            )
+            refuse("Unroll(..., truncate)", f"None or 1 to steps={self.steps}", self.truncate)
 
     def estimate(self, problem: Problem) -> Derivative:
         """Take the steps, and differentiate through them."""
@@ -108,14 +103,8 @@ def moved_by(
 def rule_for(rule: RuleOf, problem: Problem, hyper: Sequence[Tensor]) -> Rule:
     """Return the rule, made from ``hyper`` if it is a function."""
     call = "hypergradient(..., method)"
-    if isinstance(rule, type) and not _is_rule(rule):
-        raise TypeError(
-            f"{call}: Unroll takes a rule such as mg.optim.rules.sgd(lr=0.1), got {rule.__name__}."
-        )
-    made = rule if _is_rule(rule) else check_function(call, "rule", rule)(problem.hyper_of(hyper))
+    made: Any = rule
+    if not (isinstance(rule, type) or hasattr(rule, "update")):
+        made = check_function(call, "rule", rule)(problem.hyper_of(hyper))
     check_rule(call, made)
     return made
-
-
-def _is_rule(rule: RuleOf) -> TypeIs[Rule]:
-    return hasattr(rule, "update")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from metagrad.core.checks import check_count
+from metagrad.core.checks import check_count, refuse
 from metagrad.core.norms import layer_norm
 
 if TYPE_CHECKING:
@@ -81,9 +81,7 @@ class Transformer(nn.Module):
             ValueError: ``x`` has another shape.
         """
         if x.shape[1:] != self.input_shape or x.ndim != 1 + len(self.input_shape):
-            raise ValueError(
-                f"Transformer(x): x must be [batch, {', '.join(map(str, self.input_shape))}], got {list(x.shape)}."
-            )
+            refuse("Transformer(x)", f"[batch, {', '.join(map(str, self.input_shape))}]", list(x.shape))
         tokens = x if self.patch is None else _patches(x, self.patch)
         return self.head(self.norm(self.layers(self.embedding(tokens) + self.positions)).mean(1))
 
@@ -143,9 +141,7 @@ def _check(
 ) -> None:
     axes = "(length, features)" if patch is None else "(channels, height, width)"
     if len(input_shape) != (2 if patch is None else 3) or min(input_shape) < 1:
-        raise ValueError(
-            f"Transformer: with patch={patch}, input_shape must be {axes}, at least 1 each, got {tuple(input_shape)}."
-        )
+        refuse(f"Transformer(patch={patch}): input_shape", f"{axes}, at least 1 each", tuple(input_shape))
     sizes = {"outputs": outputs, "patch": patch or 1, "width": width, "heads": heads, "depth": depth}
     for name, size in sizes.items():
         check_count(f"Transformer({name})", size)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import check_type
 from metagrad.core.tree import Params
 from metagrad.optim.rule import Hyperparameter
 
@@ -24,10 +25,7 @@ def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, below: 
             )
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            if not isinstance(item, (int, float, Tensor)):
-                raise TypeError(
-                    f"{call}: {name}[{key!r}] must be a number or a tensor, got {type(item).__name__}."
-                )
+            check_type(f"{call}: {name}[{key!r}]", item, int, float, Tensor)
             if not isinstance(item, Tensor):
                 check_hyperparameter(call, f"{name}[{key!r}]", item, below=below)
     elif isinstance(value, Sequence) and not isinstance(value, str):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_sequence
+from metagrad.core.checks import is_sequence, refuse
 
 MAX_CELLS = 2**63 - 1  # cells are numbered by int64
 INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -35,9 +35,7 @@ def check_indices(call: str, row: Tensor, col: Tensor, shape: tuple[int, int]) -
     check_ids(call, "row", row)
     check_ids(call, "col", col)
     if len(row) != len(col):
-        raise ValueError(
-            f"{call}: row and col must have one number for each entry, got {len(row)} and {len(col)}."
-        )
+        refuse(f"{call}: row and col", "one number for each entry", (len(row), len(col)))
     check_device(call, "row and col", row, col)
     check_index(call, "row", row, shape[0])
     check_index(call, "col", col, shape[1])
@@ -63,13 +61,9 @@ def check_ids(call: str, name: str, index: Tensor) -> None:
     if not isinstance(index, Tensor):
         raise TypeError(f"{call}: {name} must be a tensor of integers, got {type(index).__name__}.")
     if index.dtype not in INDEX_DTYPES:
-        raise TypeError(
-            f"{call}: {name} must be integers (int64), got {index.dtype}. Convert it with .long()."
-        )
+        refuse(f"{call}: {name}", "integers, such as .long() makes them", index.dtype, TypeError)
     if index.ndim != 1 or index.layout != torch.strided:
-        raise ValueError(
-            f"{call}: {name} must be a strided vector, got shape {tuple(index.shape)}, {index.layout}."
-        )
+        refuse(f"{call}: {name}", "a strided vector", (tuple(index.shape), index.layout))
 
 
 def check_floating(call: str, name: str, values: Tensor) -> None:

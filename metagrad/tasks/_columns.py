@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from torch import Tensor
 
-from metagrad.core.checks import check_choice, is_list_or_tuple, is_mapping
+from metagrad.core.checks import check_choice, is_list_or_tuple, is_mapping, refuse
 from metagrad.tasks._data_root import find_path
 
 MISSING = {
@@ -253,9 +253,7 @@ def read_csv(call: str, path: str | os.PathLike[str]) -> Table:
         raise ValueError(f"{call}: {found} has no rows.")
     for number, fields in lines:
         if len(fields) != len(header):
-            raise ValueError(
-                f"{call}: line {number} of {found} must have {len(header)} fields, got {len(fields)}."
-            )
+            refuse(f"{call}: line {number} of {found}", f"{len(header)} fields", len(fields))
     columns = {name: _array([fields[k] for _, fields in lines[1:]]) for k, name in enumerate(header) if name}
     return Table(call, columns, lambda row: f"line {lines[row + 1][0]} of {found}")
 

@@ -330,11 +330,7 @@ class Trained:
             values = metrics(self.training.model.bound(params, buffers))
         check_type("trained.jacobian(metrics): the returned value", values, Tensor)
         if values.ndim != 1:
-            refuse(
-                "trained.jacobian(metrics)",
-                "a 1-d tensor with one number for each metric",
-                tuple(values.shape),
-            )
+            refuse("trained.jacobian(metrics)", "a 1-d tensor with a number per metric", tuple(values.shape))
         inputs = [*params.values(), *buffers.values()]
         rows: Cotangents = vjp([values], inputs, [torch.eye(len(values)).to(values)], len(values))
         optimizer: Cotangents = [None] * len(dissect(final.optimizer)[0])

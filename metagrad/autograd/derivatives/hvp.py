@@ -13,7 +13,7 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refu
 from metagrad.autograd.derivatives.grad import grad, refuse_complex
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.capture import forward_mode
-from metagrad.core.checks import check_function, is_a
+from metagrad.core.checks import check_function, is_a, refuse
 from metagrad.core.modules import refuse_sharded
 from metagrad.core.norms import every_order
 from metagrad.core.reach import ReachableObjects
@@ -204,9 +204,7 @@ def _checked(params: Tree, v: Tree) -> tuple[list[Tensor], list[Tensor]]:
     leaves, spec = tree_flatten(params)
     weights, structure = tree_flatten(v)
     if structure != spec:
-        raise ValueError(
-            f"hvp(loss_fn, params, v): v must have the structure of params, {spec}, got {structure}."
-        )
+        refuse("hvp(loss_fn, params, v): v", f"the structure of params, {spec}", structure)
     names = leaf_names(params, "params"), leaf_names(v, "v")
     for name, leaf in zip([*names[0], *names[1]], [*leaves, *weights], strict=True):
         if not isinstance(leaf, Tensor) or not is_differentiable(leaf):
@@ -216,9 +214,7 @@ def _checked(params: Tree, v: Tree) -> tuple[list[Tensor], list[Tensor]]:
     for name, leaf, weight in zip(names[1], leaves, weights, strict=True):
         expected, got = (tuple(leaf.shape), leaf.dtype), (tuple(weight.shape), weight.dtype)
         if got != expected:
-            raise ValueError(
-                f"hvp(loss_fn, params, v): {name} must be as its parameter is, {expected}, got {got}."
-            )
+            refuse(f"hvp(loss_fn, params, v): {name}", f"what its parameter is, {expected}", got)
     return leaves, weights
 
 
@@ -226,8 +222,6 @@ def _one_element(loss: Tensor) -> Tensor:
     if not is_a(loss, Tensor):
         raise TypeError(f"hvp(loss_fn, ...): loss_fn must return a tensor, got {type(loss).__name__}.")
     if loss.numel() != 1:
-        raise ValueError(
-            f"hvp(loss_fn, ...): the loss must have one element, got shape {tuple(loss.shape)}. Reduce it first."
-        )
+        refuse("hvp(loss_fn, ...): the loss", "one element", tuple(loss.shape))
     refuse_complex("hvp(loss_fn, ...)", loss)
     return loss.reshape(())

@@ -12,6 +12,7 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded, recorded_gradient, split_rows
 from metagrad.core import _torch
 from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.core.checks import refuse
 from metagrad.core.tape import is_differentiated
 from metagrad.core.tree import Tree, tree_flatten, tree_map, tree_unflatten
 
@@ -136,9 +137,7 @@ class Linearization:
         """Return the leaves of a vector, and the shape ``(k,)`` of a stack."""
         vectors, structure = tree_flatten(v)
         if structure != self._spec:
-            raise ValueError(
-                f"hvp(v): v must have the structure of the parameters, {self._spec}, got {structure}."
-            )
+            refuse("hvp(v): v", f"the structure of the parameters, {self._spec}", structure)
         leading = tuple(vectors[0].shape[:1]) if vectors[0].ndim > recorded.inputs[0].ndim else ()
         for (name, p), vector in zip(recorded.params.items(), vectors, strict=True):
             expected, got = ((*leading, *p.shape), p.dtype), (tuple(vector.shape), vector.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metagrad.core import _torch
 from metagrad.core._torch import linalg, named_modules
 from metagrad.core.capture import AutocastState
-from metagrad.core.checks import is_list_or_tuple
+from metagrad.core.checks import is_list_or_tuple, refuse
 from metagrad.core.tree import Tree, tensors_in, tree_map
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.operator import GraphOperator, Operator
@@ -173,9 +173,7 @@ def count_of(
     if callable(reduction):
         return reduction(batch)
     if reduction not in (None, "mean", "sum"):
-        raise ValueError(
-            f'{call}: reduction must be "mean", "sum" or a function of the batch, got {reduction!r}.'
-        )
+        refuse(f"{call}: reduction", '"mean", "sum" or a function of the batch', reduction)
     if known is not None:
         says = "sum" if known.count is None else "mean"
         if reduction not in (None, says):

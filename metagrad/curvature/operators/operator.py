@@ -14,7 +14,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded
 from metagrad.core import _torch
-from metagrad.core.checks import is_a, is_mapping
+from metagrad.core.checks import is_a, is_mapping, refuse
 from metagrad.core.tree import HALF
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.trace import trace as estimate_trace
@@ -178,9 +178,7 @@ class Operator:
         if not is_a(other, Operator):
             return NotImplemented
         if not self.space.is_same(other.space):
-            raise ValueError(
-                f"A + B: A and B must be on the same parameters, got {self.space} and {other.space}."
-            )
+            refuse("A + B", f"operators on the same parameters, {self.space}", other.space)
         return OperatorSum(
             [
                 term

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from metagrad.core.checks import is_a, is_mapping
+from metagrad.core.checks import is_a, is_mapping, refuse
 from metagrad.core.modules import refuse_sharded
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.operations.entries import like
@@ -51,9 +51,7 @@ class Coordinates:
         if self.pattern is not None:
             return _values_on(self.pattern, value, what)
         if not isinstance(value, Tensor) or isinstance(value, RowSparse):
-            raise TypeError(
-                f"{what} must be a dense tensor, as its parameter is, got {type(value).__name__}."
-            )
+            refuse(what, "a dense tensor, as its parameter is", type(value).__name__, TypeError)
         return value
 
     def wrap(self, values: Tensor) -> Tensor | SparseTensor:
@@ -151,9 +149,7 @@ class ParameterSpace:
             ValueError: The last dimension is not n.
         """
         if vectors.shape[-1:] != (self.size,):
-            raise ValueError(
-                f"unflatten(vectors): expected [{self.size}] or rows [k, {self.size}], got {list(vectors.shape)}."
-            )
+            refuse("unflatten(vectors)", f"[{self.size}] or rows [k, {self.size}]", list(vectors.shape))
         return {
             entry.name: entry.wrap(part)
             for entry, part in zip(self.entries, self.split(vectors), strict=True)
@@ -244,9 +240,7 @@ def check_params(call: str, params: Parameters) -> None:
     refuse_sharded(call, params)
     for name, p in _values(call, params):
         if not p.dtype.is_floating_point or p.layout != torch.strided:
-            raise TypeError(
-                f"{call}: {name!r} must be dense and real floating point, got {p.layout} of {p.dtype}."
-            )
+            refuse(f"{call}: {name!r}", "dense real floating point", (p.layout, p.dtype), TypeError)
     for what in ("dtype", "device"):
         kinds = {str(getattr(p, what)): name for name, p in _values(call, params)}
         if len(kinds) > 1:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from metagrad.core._torch import to_list
+from metagrad.core.checks import refuse
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows
 from metagrad.curvature.rows import dot, norm
@@ -26,9 +27,7 @@ def check_symmetric(call: str, name: str, operator: LinearMap, products: Rows, *
     with torch.no_grad():
         images = products(pair).detach()
     if images.shape != pair.shape:
-        raise ValueError(
-            f"{call}: {name} must map rows {tuple(pair.shape)} to rows of the same shape, got {tuple(images.shape)}."
-        )
+        refuse(f"{call}: {name}", f"rows {tuple(pair.shape)} for such rows", tuple(images.shape))
     if not bool(images.isfinite().all()):
         return  # the solve reports it, with the row and the step
     forth, back = to_list(dot(pair, images.flip(0)))

@@ -7,7 +7,7 @@ import numbers
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import check_count, check_number, is_a
+from metagrad.core.checks import check_count, check_number, is_a, refuse
 from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, shaped_products
 from metagrad.curvature.solvers.implicit import is_batched
 
@@ -70,9 +70,7 @@ def checked_damping(damping: float | Tensor) -> float:
     if not isinstance(damping, (numbers.Real, Tensor)):
         raise TypeError(f"solve(..., damping): expected a number or a tensor, got {type(damping).__name__}.")
     if isinstance(damping, Tensor) and damping.numel() != 1:
-        raise ValueError(
-            f"solve(..., damping): expected a number or a tensor with one element, got shape {tuple(damping.shape)}."
-        )
+        refuse("solve(..., damping)", "a number or a tensor with one element", tuple(damping.shape))
     value = float(damping.detach() if isinstance(damping, Tensor) else damping)
     return check_number("solve(..., damping)", value, 0)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_count, check_function, check_positive, is_a
+from metagrad.core.checks import check_count, check_function, check_positive, is_a, refuse
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
 from metagrad.curvature.estimators.probes import (
@@ -240,9 +240,7 @@ def _with_slope(function: Callable[[Tensor], Tensor], nodes: Tensor, call: str) 
         nodes = nodes.clone().requires_grad_()
         values = function(nodes)
     if not is_a(values, Tensor) or values.shape != nodes.shape:
-        raise ValueError(
-            f"{call}: function must return a tensor of the shape of its argument, {list(nodes.shape)}."
-        )
+        refuse(f"{call}: function", f"a tensor of the shape of its argument, {list(nodes.shape)}", values)
     if not bool(values.isfinite().all()):
         worst = float(nodes.detach()[~values.isfinite()][0])
         raise ValueError(

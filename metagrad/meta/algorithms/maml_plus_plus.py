@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from metagrad.core.checks import check_count, is_a, is_list_or_tuple
+from metagrad.core.checks import check_count, is_a, is_list_or_tuple, refuse
 from metagrad.core.tree import LossFn, Params
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import Norm
@@ -154,9 +154,7 @@ def _check_query_weights(weights: Any, steps: int) -> None:
         return
     call = "MAMLPlusPlus(..., query_weights)"
     if not (is_list_or_tuple(weights) or is_a(weights, Tensor)) or len(weights) != steps:
-        raise ValueError(
-            f"{call}: expected a sequence with a weight for each of {steps} steps, got {weights!r}."
-        )
+        refuse(call, f"a sequence with a weight for each of {steps} steps", weights)
     numbers: list[Any] = [weight for weight in weights if not isinstance(weight, Tensor)]
     if not all(isinstance(weight, (int, float)) and 0 <= weight < math.inf for weight in numbers):
         raise ValueError(f"{call}: weights must be finite and at least 0, got {weights!r}.")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from metagrad.core import _torch
 from metagrad.core._torch import named_modules
+from metagrad.core.checks import refuse
 from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import LossFn, Params, tree_map
 from metagrad.meta.objective.norms import NormPass
@@ -150,27 +151,21 @@ class TaskLoss:
                     f"are {tuple(targets)}; torch would broadcast one to the other. Give both the same shape."
                 )
             if not y.is_floating_point() and (function in _FLOAT_TARGETS or type(function) in _FLOAT_TARGETS):
-                raise TypeError(
-                    f"{self.name}(batch): targets must be floating-point, got {y.dtype}. Pass y.float()."
-                )
+                refuse(f"{self.name}(batch)", "targets in floating point, as y.float()", y.dtype, TypeError)
         elif ignored_label(self.loss_fn) is not None and not (y.is_floating_point() and shape == targets):
             _check_classes(f"{self.name}(batch)", y.dtype, targets, shape)
 
     def check_loss(self, loss: object, num_axes: int = 0) -> None:
         """Raise unless ``loss_fn`` returned one floating-point number per task."""
         if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"{self.name}(model, loss_fn): loss_fn must return a tensor, got {type(loss).__name__}."
-            )
+            refuse(f"{self.name}(model, loss_fn)", "a tensor of loss_fn", type(loss).__name__, TypeError)
         if loss.ndim != num_axes:
             raise ValueError(
                 f"{self.name}(model, loss_fn): loss_fn must return a scalar for each task, got shape "
                 f"{tuple(loss.shape[num_axes:])}. Reduce it, for instance by its mean."
             )
         if not loss.is_floating_point():
-            raise TypeError(
-                f"{self.name}(model, loss_fn): loss_fn must return a real floating point number, got {loss.dtype}."
-            )
+            refuse(f"{self.name}(model, loss_fn)", "a real loss in floating point", loss.dtype, TypeError)
 
 
 def _check_classes(call: str, dtype: torch.dtype, targets: torch.Size, predictions: torch.Size) -> None:
@@ -182,9 +177,7 @@ def _check_classes(call: str, dtype: torch.dtype, targets: torch.Size, predictio
         )
     expected = predictions[:1] + predictions[2:]
     if len(predictions) > 1 and targets != expected:
-        raise ValueError(
-            f"{call}: labels must be one class for each example, {tuple(expected)} per task, got {tuple(targets)}."
-        )
+        refuse(f"{call}: labels", f"one class per example, {tuple(expected)} per task", tuple(targets))
     if dtype not in (torch.int64, torch.uint8):
         raise TypeError(f"{call}: labels must be int64, got {dtype}. Pass y.long().")
 

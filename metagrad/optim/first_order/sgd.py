@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import refuse
 from metagrad.core.tree import Params
 from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.hyperparameters import is_used
@@ -81,9 +82,7 @@ class SGDRule(PerParameter):
         if self.nesterov and not is_used(self.momentum):
             raise ValueError("sgd(..., nesterov=True): Nesterov's momentum needs momentum, got 0.")
         if self.nesterov and isinstance(self.dampening, (int, float)) and self.dampening != 0:
-            raise ValueError(
-                f"sgd(..., nesterov=True): Nesterov's momentum is not dampened, got dampening={self.dampening}."
-            )
+            refuse("sgd(..., nesterov=True): dampening", "0", self.dampening)
 
     def init_slots(self, param: Tensor) -> tuple[Tensor | None]:
         """Return a velocity of zero, or None without momentum."""

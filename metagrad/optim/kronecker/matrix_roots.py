@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import Function, linalg
-from metagrad.core.checks import check_count
+from metagrad.core.checks import check_count, refuse
 
 
 def inverse_root(matrix: Tensor, p: int) -> Tensor:
@@ -212,6 +212,4 @@ def _check_square(call: str, matrix: Tensor) -> None:
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or not matrix.shape[-1]:
         raise ValueError(f"{call}: the matrix must be square and not empty, got shape {tuple(matrix.shape)}.")
     if matrix.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"{call}: the matrix must be float32 or float64, got {matrix.dtype}. Use .float() for half precision."
-        )
+        refuse(f"{call}: the matrix", "float32 or float64", matrix.dtype, TypeError)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.grad import refuse_complex
-from metagrad.core.checks import check_choice, warn
+from metagrad.core.checks import check_choice, refuse, warn
 from metagrad.core.modules import refuse_sharded
 from metagrad.core.tree import Params
 from metagrad.optim.per_parameter import check_real
@@ -327,9 +327,7 @@ def _check_form(name: str, option: str, value: Any) -> None:
             _check_form(name, option, item)
     elif isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(
-                f"{name}(params): {option} must have one element, got shape {tuple(value.shape)}."
-            )
+            refuse(f"{name}(params): {option}", "one element", tuple(value.shape))
     elif isinstance(value, (tuple, list, dict)):
         raise TypeError(
             f"{name}(params): {option} must be a number or a 0-d tensor, got {type(value).__name__}. Values for "

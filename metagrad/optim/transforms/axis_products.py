@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import refuse
 from metagrad.core.tree import Params
 from metagrad.optim.kronecker.per_axis import axis_product
 from metagrad.optim.per_parameter import checked_gradients
@@ -47,8 +48,8 @@ class AxisProducts(RuleNode):
         if not matrices:
             return gradient
         if len(matrices) > max(len(axes), 1):
-            raise ValueError(
-                f"axis_products(matrices).transform: {key!r} has {len(axes)} axes, got {len(matrices)} matrices."
+            refuse(
+                f"axis_products(matrices): {key!r}", f"at most {max(len(axes), 1)} matrices", len(matrices)
             )
         kept = len(matrices) - 1
         product = gradient.reshape(*tasks, *axes[:kept], math.prod(axes[kept:]))
@@ -108,9 +109,7 @@ def axis_products(matrices: Mapping[str, Sequence[Tensor | None]], *, psd: bool 
         to assist when it cannot", AISTATS 2021, for ``psd``.
     """
     if not isinstance(matrices, Mapping):
-        raise TypeError(
-            f"axis_products(matrices): matrices must be a dict by parameter name, got {type(matrices).__name__}."
-        )
+        refuse("axis_products(matrices)", "a dict by parameter name", type(matrices).__name__, TypeError)
     for key, own in matrices.items():
         if not isinstance(own, (tuple, list)) or not all(m is None or isinstance(m, Tensor) for m in own):
             raise TypeError(

@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from metagrad.core.checks import refuse
 from metagrad.core.tree import Params
 from metagrad.optim.rule import Rule, RuleNode, Transform
 
@@ -81,14 +82,8 @@ def chain(*links: Transform | Rule) -> Chain:
 
 def check_rule(call: str, rule: object, name: str = "rule") -> None:
     """Raise ``TypeError`` unless an object has ``init`` and an ``update`` of three arguments."""
-    if isinstance(rule, type) and hasattr(rule, "update"):
-        raise TypeError(
-            f"{call}: {name} must be a rule, got the class {rule.__name__}. Call it, as in sgd(lr=0.1)."
-        )
-    if not hasattr(rule, "init") or not hasattr(rule, "update"):
-        raise TypeError(
-            f"{call}: {name} must be a rule, such as mg.optim.rules.sgd(lr=0.1), got {type(rule).__name__}."
-        )
+    if isinstance(rule, type) or not hasattr(rule, "init") or not hasattr(rule, "update"):
+        refuse(f"{call}: {name}", "a rule, such as mg.optim.rules.sgd(lr=0.1)", rule, TypeError)
     signature = inspect.signature(rule.update)  # type: ignore[reportAttributeAccessIssue]
     try:
         signature.bind("grads", "state", "params")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from metagrad.core.checks import refuse
 from metagrad.core.tree import Params, with_fresh_views
 from metagrad.optim.rule import Rule, RuleNode
 from metagrad.optim.transforms.chain import check_rule
@@ -105,7 +106,5 @@ def mask(
         names = (names,) if isinstance(names, str) else tuple(names)
         for name in names:
             if not isinstance(name, str):
-                raise TypeError(
-                    f"mask(rule, names): names must be strings or a function of one, got {type(name).__name__}."
-                )
+                refuse("mask(rule, names)", "strings or a function of one", name, TypeError)
     return Mask(rule, names, other)

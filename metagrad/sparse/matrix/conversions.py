@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import from_numpy
-from metagrad.core.checks import check_choice
+from metagrad.core.checks import check_choice, refuse
 from metagrad.sparse.checks import check_device, check_floating, check_indices, check_real, check_shape
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.entries import Entries
@@ -145,9 +145,7 @@ class Conversions(Entries):
 
         call = "SparseTensor.from_scipy(matrix)"
         if not scipy.sparse.issparse(matrix):
-            raise TypeError(
-                f"{call}: matrix must be a SciPy sparse array or matrix, got {type(matrix).__name__}."
-            )
+            refuse(f"{call}: matrix", "a SciPy sparse array or matrix", type(matrix).__name__, TypeError)
         shape: tuple[int, ...] = matrix.shape  # type: ignore[reportAttributeAccessIssue]
         if len(shape) != 2:
             raise ValueError(f"{call}: matrix must have two dimensions, got shape {shape}.")
@@ -236,9 +234,7 @@ def from_entries(
     size = check_shape(call, shape)
     row, col = check_indices(call, row, col, size)
     if values.shape != row.shape:
-        raise ValueError(
-            f"{call}: values must have one number for each of {len(row)} entries, got {list(values.shape)}."
-        )
+        refuse(f"{call}: values", f"one number for each of {len(row)} entries", list(values.shape))
     check_device(call, "indices and values", row, values)
     if _in_order(row, col):
         return Pattern._trusted(row, col, size), values
@@ -276,9 +272,7 @@ def _check_torch(call: str, tensor: Tensor) -> None:
             "strided values it was made of, which stay on the tape."
         )
     if tensor.ndim != 2:
-        raise ValueError(
-            f"{call}: tensor must have two dimensions and numbers as entries, got shape {tuple(tensor.shape)}."
-        )
+        refuse(f"{call}: tensor", "two dimensions and numbers as entries", tuple(tensor.shape))
     if tensor.layout == torch.sparse_coo and tensor.sparse_dim() != 2:
         raise ValueError(
             f"{call}: the entries of tensor are whole rows, as in the gradient of an embedding table. "

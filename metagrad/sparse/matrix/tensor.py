@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import add_safe_globals, pytree
-from metagrad.core.checks import check_type, is_a
+from metagrad.core.checks import check_type, is_a, refuse
 from metagrad.sparse.checks import check_device, check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.matrix.conversions import Conversions
@@ -171,9 +171,7 @@ class SparseTensor(Conversions, Operators):
         if gradient is not None and (
             not is_a(gradient, SparseTensor) or gradient.pattern is not self.pattern
         ):
-            raise TypeError(
-                "SparseTensor.grad: a gradient must be a SparseTensor on the same Pattern, or None."
-            )
+            refuse("SparseTensor.grad", "None or a SparseTensor on the same Pattern", gradient, TypeError)
         self.values.grad = None if gradient is None else gradient.values
 
     def requires_grad_(self, requires_grad: bool = True) -> SparseTensor:

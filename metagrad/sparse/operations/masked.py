@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import check_type, is_integer, is_list_or_tuple
+from metagrad.core.checks import check_type, is_integer, is_list_or_tuple, refuse
 from metagrad.core.tree import HALF, is_differentiable
 
 
@@ -156,13 +156,9 @@ def _check_mask(call: str, x: Tensor, mask: Tensor) -> None:
     check_type(f"{call}(x, ...)", x, Tensor)
     check_type(f"{call}(x, mask)", mask, Tensor)
     if x.layout != torch.strided:
-        raise TypeError(
-            f"{call}(x, mask): x must be a dense tensor, got {x.layout}. Convert it with .to_dense()."
-        )
+        refuse(f"{call}(x, mask): x", "a dense tensor, such as x.to_dense()", x.layout, TypeError)
     if mask.dtype != torch.bool:
-        raise TypeError(
-            f"{call}(x, mask): mask must be bool, got {mask.dtype}. Compare it first, for instance mask != 0."
-        )
+        refuse(f"{call}(x, mask): mask", "bool, such as mask != 0", mask.dtype, TypeError)
     if mask.device != x.device:
         raise ValueError(f"{call}(x, mask): mask must be on the device of x, {x.device}, got {mask.device}.")
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from metagrad.core.checks import refuse
 from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
@@ -77,9 +78,7 @@ def spgemm(a: Matrix, b: Matrix) -> Matrix:
     left, right = as_sparse("spgemm(a, b)", "a", a), as_sparse("spgemm(a, b)", "b", b)
     check_same("spgemm(a, b)", "a and b", left.values, right.values)
     if left.shape[1] != right.shape[0]:
-        raise ValueError(
-            f"spgemm(a, b): a is {tuple(left.shape)}, so b must have {left.shape[1]} rows, got {right.shape[0]}."
-        )
+        refuse("spgemm(a, b): b", f"{left.shape[1]} rows, the columns of a", right.shape[0])
     plan = left.pattern.product(right.pattern)
     products = rules.gather(widened(left.values), plan.left) * rules.gather(widened(right.values), plan.right)
     return like(left, plan.pattern, rules.segment_sum(products, plan.cell).to(left.values.dtype))

@@ -8,7 +8,7 @@ from typing import Generic
 
 from torch import Tensor
 
-from metagrad.core.checks import is_integer, is_number
+from metagrad.core.checks import is_integer, is_number, refuse
 from metagrad.core.tree import widened
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
@@ -121,9 +121,7 @@ def softmax(a: Matrix, dim: int = -1) -> Matrix:
 def _along(call: str, pattern: Pattern, dim: int) -> Segments:
     """Group the entries by row for the last dimension, by column for the first."""
     if not is_integer(dim) or not -2 <= dim <= 1:
-        raise ValueError(
-            f"{call}: dim must be 0 (each column), 1 (each row) or None (everything), got {dim!r}."
-        )
+        refuse(f"{call}: dim", "0 (each column), 1 (each row) or None (everything)", dim)
     return pattern.rows if dim in (1, -1) else pattern.cols
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core import _torch
-from metagrad.core.checks import check_count
+from metagrad.core.checks import check_count, refuse
 from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_device, check_floating, check_ids, check_index
 from metagrad.sparse.kernels import derivatives as rules
@@ -48,9 +48,7 @@ def gather(x: Tensor, index: Index) -> Tensor:
     if not x.ndim:
         raise ValueError(f"{call}: x must have a row for each segment, got a scalar.")
     if isinstance(index, Segments) and len(x) != index.num_segments:
-        raise ValueError(
-            f"{call}: index has {index.num_segments} segments, so x must have as many rows, got {len(x)}."
-        )
+        refuse(f"{call}: x", f"a row for each of {index.num_segments} segments", len(x))
     return spread(x, _checked(call, index, x, len(x)))
 
 
@@ -221,9 +219,7 @@ def _check_entries(call: str, values: Tensor, index: Index, num_segments: int | 
     index = _checked(call, index, values, num_segments)
     entries = len(index)
     if not values.ndim or len(values) != entries:
-        raise ValueError(
-            f"{call}: index has {entries} entries, so values must be [{entries}, ...], got {list(values.shape)}."
-        )
+        refuse(f"{call}: values", f"[{entries}, ...], as index has entries", list(values.shape))
     return index, num_segments
 
 

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from metagrad.core import _torch
 from metagrad.core._torch import to_list
-from metagrad.core.checks import check_choice, check_type, is_integer
+from metagrad.core.checks import check_choice, check_type, is_integer, refuse
 from metagrad.core.tree import widened
 from metagrad.sparse.tables.row_sparse import HOLE, gather_rows
 
@@ -127,17 +127,11 @@ def _checked(call: str, ids: Tensor, table: Tensor, padding_idx: int | None) -> 
     check_type(f"{call}: ids", ids, Tensor)
     check_type(f"{call}: table", table, Tensor)
     if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"{call}: ids must be int64 or int32, got {ids.dtype}. Call ids.long() if they are whole."
-        )
+        refuse(f"{call}: ids", "int64 or int32, such as ids.long()", ids.dtype, TypeError)
     if table.layout != torch.strided or table.device != ids.device:
-        raise ValueError(
-            f"{call}: table must be dense on the device of ids, {ids.device}, got {table.layout} on {table.device}."
-        )
+        refuse(f"{call}: table", f"a dense tensor on {ids.device}, as ids", (table.layout, table.device))
     if table.ndim < 2:
-        raise ValueError(
-            f"{call}: table must be [V, D...], got shape {tuple(table.shape)}. A column of numbers is table[:, None]."
-        )
+        refuse(f"{call}: table", "[V, D...], such as table[:, None] of numbers", tuple(table.shape))
     if padding_idx is None:
         return ids.long(), None
     if not is_integer(padding_idx) or not -len(table) <= padding_idx < len(table):
@@ -183,9 +177,7 @@ def _check_offsets(call: str, offsets: Tensor, size: int) -> None:
     else:
         wrong = bool(offsets[0] != 0) or bool(offsets[-1] > size) or bool((offsets.diff() < 0).any())
     if wrong:
-        raise ValueError(
-            f"{call}: offsets must ascend from 0 to at most the number of ids, {size}, got {to_list(offsets)}."
-        )
+        refuse(f"{call}: offsets", f"ascending from 0 to {size} ids at most", to_list(offsets))
 
 
 def reduce_bags(

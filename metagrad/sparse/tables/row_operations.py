@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.core.checks import refuse
 from metagrad.core.tree import widened
 from metagrad.sparse.kernels.products import index_sum
 from metagrad.sparse.tables.row_sparse import (
@@ -99,9 +100,7 @@ def add(x: Any, y: Any, *, alpha: float = 1) -> Tensor:
 
 def _merged(x: RowSparse, y: RowSparse, alpha: float) -> RowSparse:
     if x.shape != y.shape:
-        raise ValueError(
-            f"add(x, y): two RowSparse must have one shape, got {tuple(x.shape)} and {tuple(y.shape)}."
-        )
+        refuse("add(x, y): y", f"the shape of x, {tuple(x.shape)}", tuple(y.shape))
     if x.rows is y.rows or torch.equal(x.rows, y.rows):
         return _with_values(x, torch.add(x.values, y.values, alpha=alpha))
     values = torch.cat([x.values, y.values * alpha])

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function
 
 from metagrad.core import _torch
 from metagrad.core._torch import Context, TensorSubclass, VmapInfo
-from metagrad.core.checks import check_type, is_integer, is_sequence
+from metagrad.core.checks import check_type, is_integer, is_sequence, refuse
 from metagrad.sparse.checks import check_floating
 from metagrad.sparse.kernels.derivatives import Kernel, nestable
 from metagrad.sparse.kernels.products import index_sum
@@ -280,9 +280,7 @@ def _check_parts(call: str, rows: Tensor, values: Tensor, shape: Sequence[int]) 
         )
     row_ndim = len(shape) - len(width)
     if row_ndim < 1 or shape[row_ndim:] != width:
-        raise ValueError(
-            f"{call}: shape must be [V, ...] with rows of shape {width}, as values has, got {shape}."
-        )
+        refuse(f"{call}: shape", f"[V, ...] with rows {width}, as values has", shape)
     check_range(f"{call}: rows", rows, shape[:row_ndim])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from metagrad.core.capture import RandomState
+from metagrad.core.checks import refuse
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tree import Tree, tensors_in
@@ -32,9 +33,7 @@ def find_tables(call: str, model: nn.Module, sparse: Sequence[str]) -> dict[str,
                 f"{call}: {name!r} is not a parameter of the model. Its parameters are {sorted(parameters)}."
             )
         if parameters[name].ndim != 2:
-            raise ValueError(
-                f"{call}: {name!r} must be an embedding table [V, D], got shape {tuple(parameters[name].shape)}."
-            )
+            refuse(f"{call}: {name!r}", "an embedding table [V, D]", tuple(parameters[name].shape))
     return {name: parameters[name] for name in sparse}
 
 

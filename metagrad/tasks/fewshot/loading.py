@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from metagrad.core.checks import is_list_or_tuple, is_sequence
+from metagrad.core.checks import is_list_or_tuple, is_sequence, refuse
 from metagrad.core.tree import tree_map
 from metagrad.tasks._columns import is_missing
 from metagrad.tasks.batch import Batch, Examples
@@ -333,9 +333,7 @@ def _names(dataset: Any) -> Sequence[Hashable] | None:
 
 def _check_labels(call: str, labels: list[Any], num_items: int) -> None:
     if len(labels) != num_items or not labels:
-        raise ValueError(
-            f"{call}: there must be one label for each of the {num_items} items, got {len(labels)}."
-        )
+        refuse(call, f"a label for each of the {num_items} items", len(labels))
     kind = type(labels[0]) if isinstance(labels[0], (int, str)) else int
     wrong = next((i for i, label in enumerate(labels) if type(label) is not kind or is_missing(label)), None)
     if wrong is not None:
