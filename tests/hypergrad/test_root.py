@@ -195,7 +195,7 @@ def test_wrong_arguments_are_errors():
         root(lambda x: x.sum(), torch.ones(2))
     with pytest.raises(TypeError, match="pytree of floating point tensors"):
         root(lambda x: x, torch.ones(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"all tensors must be \[k, ...\]"):
+    with pytest.raises(ValueError, match=r"expected tensors \[k, ...\]"):
         root(lambda x: x, [torch.ones(2), torch.ones(3)], batch_ndim=1)
     with pytest.raises(ValueError, match="max_steps"):
         root(lambda x: x, torch.ones(2), max_steps=0)

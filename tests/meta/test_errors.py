@@ -108,7 +108,7 @@ def test_arguments_of_maml():
             "loss_fn must be a function, not what it returns, got Tensor": maml(None, torch.ones(())),
             r"steps\): expected an int of 0 or more, got -1": maml(steps=-1),
             r"steps\): expected an int of 0 or more, got 1.0": maml(steps=1.0),
-            "inner must be a rule, such as .*, got SGD": maml(inner=torch.optim.SGD([torch.ones(1)])),
+            "inner: expected a rule, such as .*, got SGD": maml(inner=torch.optim.SGD([torch.ones(1)])),
             r"order\): expected one of 1, 2, got 3": maml(order=3),
             "memory must be .*\"step\".*got 'half'": maml(memory="half"),
             "task_chunk.*got 0": maml(task_chunk=0),
@@ -145,7 +145,7 @@ def test_names_of_parameters():
             "expected None, a name.*a list": named(adapt=[3]),
             r"sparse\): expected a list of parameter names, got the string": maml(table(), sparse="0.weight"),
             r"sparse\): 'item' is not a parameter": maml(table(), sparse=["item"]),
-            r"sparse\): '1.bias' must be an embedding table \[V, D\]": maml(table(), sparse=["1.bias"]),
+            r"sparse\): '1.bias': expected an embedding table \[V, D\]": maml(table(), sparse=["1.bias"]),
             "'0.weight' does not require grad, so it is not learned": maml(frozen, sparse=["0.weight"]),
             **{
                 rf"{argument}.*": maml(nn.Sequential(kind(4, 2, **{name: value}), nn.Linear(2, 2)))
@@ -354,8 +354,8 @@ def test_losses_and_models(task_chunk):
             "reads the parameter 'linear.weight'": run(Outside()),
             "depends on none of the parameters": run(Constant(2, 3)),
             "depends on none of the parameters.* detach": run(None, lambda p, y: p.detach().mean()),
-            "real floating point number, got torch.complex64": run(None, lambda p, y: p.mean() * 1j),
-            r"\(model, loss_fn\): loss_fn must return a tensor, got NoneType": run(None, lambda p, y: None),
+            "a real loss in floating point, got torch.complex64": run(None, lambda p, y: p.mean() * 1j),
+            r"\(model, loss_fn\): expected a tensor of loss_fn, got 'NoneType'": run(None, lambda p, y: None),
             r"scalar for each task, got shape \(6, 3\)": run(None, elementwise),
             "at the first inner step: WeightNorm": run(normed),
             "Expected support.x in torch.float32, as the parameters, got torch.float64": run(
@@ -388,15 +388,15 @@ def test_labels(task_chunk):
                 "labels must be int64, got torch.int32. Pass y.long()": run(LABELS.int(), loss),
                 "labels must be int64, got torch.float32. Pass y.long()": run(LABELS.float(), loss),
                 r"shape of the predictions, \(6, 3\), as one-hot vectors.* y.argmax\(-1\)": run(hot, loss),
-                r"one class for each example, \(6,\) per task, got \(6, 1\)": run(LABELS.unsqueeze(-1), loss),
+                r"one class per example, \(6,\) per task, got \(6, 1\)": run(LABELS.unsqueeze(-1), loss),
             }
         )
     assert_named(
         {
-            "targets must be floating-point, got torch.int64. Pass y.float()": run(
+            r"targets in floating point, as y.float\(\), got torch.int64": run(
                 hot, F.binary_cross_entropy_with_logits
             ),
-            "targets must be floating-point, got torch.bool": run(hot.bool(), nn.HuberLoss()),
+            "targets in floating point, .*got torch.bool": run(hot.bool(), nn.HuberLoss()),
         }
     )
     for labels in (LABELS, LABELS.byte(), hot.float(), LABELS.masked_fill(LABELS == 2, -100)):

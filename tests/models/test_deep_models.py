@@ -78,12 +78,12 @@ def test_attention_is_that_of_torch():
     [
         (lambda: ResNet12(5, widths=()), r"ResNet12\(widths\): expected one or more ints of 1 or more, got"),
         (lambda: ResNet12(5)(torch.zeros(2, 1, 15, 28)), "height, width. with sides of at least 16, got"),
-        (lambda: Transformer(5, (1, 28, 28)), r"with patch=None, input_shape must be \(length, features\)"),
-        (lambda: Transformer(5, (9, 2), patch=3), r"input_shape must be \(channels, height, width\)"),
+        (lambda: Transformer(5, (1, 28, 28)), r"patch=None\): input_shape: expected \(length, features\)"),
+        (lambda: Transformer(5, (9, 2), patch=3), r"input_shape: expected \(channels, height, width\)"),
         (lambda: Transformer(5, (1, 28, 28), patch=5), r"patch must divide the image \(28, 28\), got 5"),
         (lambda: Transformer(5, (9, 2), width=6), "heads must divide width=6, got 4"),
         (lambda: Transformer(5, (9, 2), depth=0), r"Transformer\(depth\): expected an int of 1 or more, got"),
-        (lambda: Transformer(5, (9, 2))(torch.zeros(2, 8, 2)), r"x must be \[batch, 9, 2\], got \[2, 8, 2\]"),
+        (lambda: Transformer(5, (9, 2))(torch.zeros(2, 8, 2)), r"expected \[batch, 9, 2\], got \[2, 8, 2\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, message):

@@ -31,8 +31,8 @@ def test_cells_are_numbered_by_int64():
     [
         (torch.tensor([0, 2]), r"must be from 0 to 1, got 2"),
         (torch.tensor([-1, 0]), r"must be from 0 to 1, got -1"),
-        (torch.tensor([[0, 1]]), r"must be a strided vector, got shape \(1, 2\), torch.strided"),
-        (torch.tensor([0, 1]).to_sparse(), r"must be a strided vector, got shape \(2,\), torch.sparse_coo"),
+        (torch.tensor([[0, 1]]), r"expected a strided vector, got \(\(1, 2\), torch.strided"),
+        (torch.tensor([0, 1]).to_sparse(), r"expected a strided vector, got \(\(2,\), torch.sparse_coo"),
         (torch.zeros(2, dtype=torch.int64, device="meta"), "must be on one device"),
     ],
 )
@@ -49,7 +49,9 @@ def test_a_shape_without_rows_has_no_index():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 def test_indices_are_integers(dtype):
-    with pytest.raises(TypeError, match=rf"col must be integers \(int64\), got {dtype}. Convert it with"):
+    with pytest.raises(
+        TypeError, match=rf"col: expected integers, such as \.long\(\) makes them, got {dtype}"
+    ):
         Pattern(INDEX, INDEX.to(dtype), (2, 2))
     with pytest.raises(TypeError, match=r"Segments\(ids, num_segments\): ids must be a tensor of integers"):
         Segments([0, 1], 2)

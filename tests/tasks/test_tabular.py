@@ -149,7 +149,7 @@ def test_wrong_arguments(changes, error, message):
         (b"a,b,a\n1,2,3\n", r"must have columns with different names, got \['a', 'b', 'a'\]"),
         (b"", r"must have columns with different names, got \[\]"),
         (b"a,b\n", "has no rows"),
-        (b"a,b\n1,2\n1\n", r"line 3 of .*t\.csv must have 2 fields, got 1"),
+        (b"a,b\n1,2\n1\n", r"line 3 of .*t\.csv: expected 2 fields, got 1"),
         (b'a,b\n1,"2\n', r"t\.csv is not a CSV file in UTF-8: unexpected end of data"),
         ("a,b\n1,2\n".encode("utf-16"), r"t\.csv is not a CSV file in UTF-8: 'utf-8' codec"),
     ],

@@ -163,7 +163,7 @@ def test_the_loss_must_be_a_scalar_with_a_graph_to_every_parameter():
 def test_vectors_are_checked():
     w = torch.ones(2, requires_grad=True)
     with linearize((w**2).sum(), {"w": w}) as lin:
-        with pytest.raises(ValueError, match="v must have the structure of the parameters"):
+        with pytest.raises(ValueError, match="v: expected the structure of the parameters"):
             lin.hvp([torch.ones(2)])
         with pytest.raises(ValueError, match=r"params\['w'\] must be as its parameter is.*got \(\(3,\)"):
             lin.hvp({"w": torch.ones(3)})

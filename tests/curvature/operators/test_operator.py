@@ -95,7 +95,7 @@ def test_factors_can_be_differentiated():
 def test_operators_on_other_parameters_do_not_add():
     other = Identity(ParameterSpace({"c": torch.zeros(6, dtype=torch.float64)}))
     with pytest.raises(
-        ValueError, match=r"A \+ B: A and B must be on the same parameters.*a.w, b.* and .*c\)"
+        ValueError, match=r"A \+ B: expected operators on the same parameters.*a.w, b.*, got .*c\)"
     ):
         Dense(A) + other
     for operation in (lambda: Dense(A) + 1.0, lambda: Dense(A) - 1.0, lambda: Dense(A) * None):

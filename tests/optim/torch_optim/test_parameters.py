@@ -172,7 +172,7 @@ def test_parameters_and_forms_that_are_refused(case):
     model = layer(1.0, 2.0)
     with pytest.raises(TypeError, match=r"lr must be a number or a 0-d tensor, got list.*scheduler"):
         case.of(model, lr=[0.1, 0.2])
-    with pytest.raises(ValueError, match=r"lr must have one element, got shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"lr: expected one element, got \(2,\)"):
         case.of(model, lr=torch.ones(2))
     with pytest.raises(ValueError, match="empty parameter list"):
         case.of(nn.Identity())

@@ -78,11 +78,11 @@ def test_stacked_tasks_equal_one_task_after_the_other():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (3.0, TypeError, r"matrices must be a dict by parameter name, got float"),
+        (3.0, TypeError, r"expected a dict by parameter name, got 'float'"),
         ({"w": torch.eye(2)}, TypeError, r"matrices\['w'\] must be a tuple of tensors or None, .* got Tensor"),
         ({"w": (1.0,)}, TypeError, r"matrices\['w'\] must be a tuple of tensors or None, .* got \(1.0,\)"),
         ({"v": ()}, ValueError, r"one entry for each parameter by name; unknown: \['v'\], missing: \['w'\]"),
-        ({"w": (None,) * 3}, ValueError, "'w' has 2 axes, got 3 matrices"),
+        ({"w": (None,) * 3}, ValueError, "'w': expected at most 2 matrices, got 3"),
         ({"w": (None, torch.eye(3))}, ValueError, r"'w', axis 1, must be \[2, 2\], or .* got \[3, 3"),
     ],
 )  # fmt: skip

@@ -148,7 +148,7 @@ def test_conversions_are_not_as_large_as_the_matrix():
         (lambda: A.to_scipy("xyz"), ValueError, r"to_scipy\(format\): expected one of 'bsr', .* got 'xyz'"),
         (lambda: A.to("meta").to_scipy(), ValueError, "a is on meta, SciPy on the CPU"),
         (lambda: A.to(torch.bfloat16).to_scipy(), TypeError, r"a is torch.bfloat16. Use a.float\(\) first"),
-        (lambda: SparseTensor.from_scipy(np.eye(2)), TypeError, "must be a SciPy sparse array or matrix"),
+        (lambda: SparseTensor.from_scipy(np.eye(2)), TypeError, "expected a SciPy sparse array or matrix"),
         (
             lambda: SparseTensor.from_scipy(scipy.sparse.eye_array(2, dtype=int)),
             TypeError,

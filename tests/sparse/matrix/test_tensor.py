@@ -45,7 +45,7 @@ def test_gradients_are_on_the_same_pattern():
     assert a.values.grad is None
     a.grad = matrix(torch.float64)
     assert a.values.grad.tolist() == [1, 2, 3]
-    with pytest.raises(TypeError, match="a gradient must be a SparseTensor on the same Pattern, or None"):
+    with pytest.raises(TypeError, match="expected None or a SparseTensor on the same Pattern"):
         a.grad = DENSE
 
 

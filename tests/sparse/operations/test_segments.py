@@ -91,7 +91,7 @@ def values(*shape, device="cpu"):
     [
         ((values(5), IDS), ValueError, r"index holds ids, so num_segments must be given"),
         ((values(5), SEGMENTS, 4), ValueError, "index is a Segments, which knows num_segments: leave it"),
-        ((values(4), SEGMENTS), ValueError, r"index has 5 entries, so values must be \[5, \.\.\.\], got"),
+        ((values(4), SEGMENTS), ValueError, r"values: expected \[5, \.\.\.\], as index has entries, got"),
         ((values(5), IDS, 2), ValueError, r"index must be from 0 to 1, got 2"),
         (
             (values(5, device="meta"), SEGMENTS),
@@ -108,7 +108,7 @@ def test_mistakes_are_named(function, arguments, error, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((values(3), SEGMENTS), ValueError, r"index has 4 segments, so x must have as many rows, got 3"),
+        ((values(3), SEGMENTS), ValueError, r"x: expected a row for each of 4 segments, got 3"),
         ((values(), IDS), ValueError, r"x must have a row for each segment, got a scalar"),
     ],
 )

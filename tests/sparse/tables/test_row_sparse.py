@@ -316,7 +316,7 @@ def test_two_of_different_shapes_are_not_added():
         ([1.0], torch.ones(1, 2), (3, 2), TypeError, "rows must be int64, got torch.float32"),
         ([[1]], torch.ones(1, 2), (3, 2), ValueError, r"rows must be 1-d.*\(1, 1\) and \(1, 2\)"),
         ([1], torch.ones(1, 2), (3, 4), ValueError, r"rows of shape \(2,\), as values has, got \(3, 4\)"),
-        ([1], torch.ones(1, 2), (2,), ValueError, r"shape must be \[V, ...\]"),
+        ([1], torch.ones(1, 2), (2,), ValueError, r"shape: expected \[V, ...\]"),
         ([3], torch.ones(1, 2), (3, 2), ValueError, "rows must be from 0 to 2.*got 3"),
     ],
 )
