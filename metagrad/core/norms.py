@@ -53,7 +53,7 @@ def layer_norm(
     """
     shape = tuple(normalized_shape)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
-        refuse("layer_norm(input)", f"{shape} as the last sizes of input", tuple(input.shape))
+        refuse("layer_norm(input, normalized_shape)", f"last sizes {shape}", tuple(input.shape))
     centered, scale = _statistics(widened(input), tuple(range(-len(shape), 0)), eps)
     return _affine(centered * scale, weight, bias).to(input.dtype)
 

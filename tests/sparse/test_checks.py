@@ -58,7 +58,7 @@ def test_indices_are_integers(dtype):
 
 
 def test_rows_and_columns_are_as_many():
-    with pytest.raises(ValueError, match="one number for each entry, got 2 and 1"):
+    with pytest.raises(ValueError, match=r"one number for each entry, got \(2, 1\)"):
         Pattern(INDEX, INDEX[:1], (2, 2))
 
 

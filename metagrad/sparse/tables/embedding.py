@@ -177,7 +177,7 @@ def _check_offsets(call: str, offsets: Tensor, size: int) -> None:
     else:
         wrong = bool(offsets[0] != 0) or bool(offsets[-1] > size) or bool((offsets.diff() < 0).any())
     if wrong:
-        refuse(f"{call}: offsets", f"ascending from 0 to {size} ids at most", to_list(offsets))
+        refuse(f"{call}: offsets", f"ascending from 0 to at most {size} ids", to_list(offsets))
 
 
 def reduce_bags(

@@ -280,7 +280,7 @@ def _check_parts(call: str, rows: Tensor, values: Tensor, shape: Sequence[int]) 
         )
     row_ndim = len(shape) - len(width)
     if row_ndim < 1 or shape[row_ndim:] != width:
-        refuse(f"{call}: shape", f"[V, ...] with rows {width}, as values has", shape)
+        refuse(f"{call}: shape", f"[V, ...] with rows of shape {width}, as values has", shape)
     check_range(f"{call}: rows", rows, shape[:row_ndim])
 
 

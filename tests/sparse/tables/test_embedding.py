@@ -272,7 +272,7 @@ weighted = lambda w: embedding_bag(ONE, ONE, TABLE, mode="sum", per_sample_weigh
             ValueError,
             r"offsets: expected ascending from 0.*got \[1, 2\]",
         ),
-        (lambda: embedding_bag(ONE, ONE * 3, TABLE), ValueError, r"at most the number of ids, 2, got \[0"),
+        (lambda: embedding_bag(ONE, ONE * 3, TABLE), ValueError, r"to at most 2 ids, got \[0"),
         (lambda: embedding_bag(ONE, ONE, TABLE, per_sample_weights=ONE / 1), ValueError, 'for mode="sum"'),
         (lambda: weighted(torch.ones(3)), ValueError, r"must have the shape of ids, \(2,\), got \(3,\)"),
     ],

@@ -306,7 +306,7 @@ def test_dimensions_that_are_not_there_are_refused(use):
 
 
 def test_two_of_different_shapes_are_not_added():
-    with pytest.raises(ValueError, match=r"must have one shape, got \(7, 2\) and \(8, 2\)"):
+    with pytest.raises(ValueError, match=r"expected the shape of x, \(7, 2\), got \(8, 2\)"):
         row_sparse() + row_sparse(shape=(8, D))
 
 
