@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from metagrad.optim.second_order.curvature_optimizer import LossGraph, options_of
-from metagrad.optim.second_order.diagonal_optimizer import (
-    DiagonalOptimizer,
-    Generators,
-    hessian_diagonal,
-    signs_like,
-)
+from metagrad.optim.second_order.curvature_optimizer import options_of
+from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
 
 
@@ -89,15 +83,6 @@ class AdaHessian(DiagonalOptimizer):
         seed: int | None = None,
     ) -> None:
         self._initialize(params, options_of(locals()))
-
-    def _diagonal(
-        self, samples: int, params: Sequence[Tensor], graph: LossGraph, generator: Generators
-    ) -> list[Tensor]:
-        def draw(like: Tensor) -> Tensor:
-            return signs_like(like, generator(like.device))
-
-        grads = [graph.grads[p] for p in params]
-        return hessian_diagonal(params, grads, draw, samples, retain_graph=graph.retain_graph)
 
     def _moved(
         self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any

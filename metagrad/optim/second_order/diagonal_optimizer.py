@@ -111,11 +111,20 @@ class DiagonalOptimizer(CurvatureOptimizer):
     _estimates: dict[Tensor, Tensor] | None = None
     """Estimates since the last step. None before a backward pass."""
 
+    def _draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """Sample a probe of the Hessian."""
+        return signs_like(like, generator)
+
     def _diagonal(
         self, samples: int, params: Sequence[Tensor], graph: LossGraph, generator: Generators
     ) -> list[Tensor]:
         """Return the estimate for each parameter."""
-        raise NotImplementedError
+
+        def draw(like: Tensor) -> Tensor:
+            return self._draw(like, generator(like.device))
+
+        grads = [graph.grads[p] for p in params]
+        return hessian_diagonal(params, grads, draw, samples, retain_graph=graph.retain_graph)
 
     def _moved(
         self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any

@@ -13,7 +13,6 @@ from metagrad.optim.second_order.diagonal_optimizer import (
     DiagonalOptimizer,
     Generators,
     gauss_newton_diagonal,
-    hessian_diagonal,
 )
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
 
@@ -89,14 +88,8 @@ class SophiaH(DiagonalOptimizer):
     ) -> None:
         self._initialize(params, options_of(locals()))
 
-    def _diagonal(
-        self, samples: int, params: Sequence[Tensor], graph: LossGraph, generator: Generators
-    ) -> list[Tensor]:
-        def draw(like: Tensor) -> Tensor:
-            return like.new_empty(like.shape).normal_(generator=generator(like.device))
-
-        grads = [graph.grads[p] for p in params]
-        return hessian_diagonal(params, grads, draw, samples, retain_graph=graph.retain_graph)
+    def _draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        return like.new_empty(like.shape).normal_(generator=generator)
 
     def _moved(
         self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any
