@@ -58,12 +58,17 @@ def check_index(call: str, name: str, index: Tensor, size: int) -> None:
 
 def check_ids(call: str, name: str, index: Tensor) -> None:
     """Raise an error unless an index is a dense vector of integers."""
+    check_integers(call, name, index)
+    if index.ndim != 1 or index.layout != torch.strided:
+        refuse(f"{call}: {name}", "a strided vector", (tuple(index.shape), index.layout))
+
+
+def check_integers(call: str, name: str, index: Tensor) -> None:
+    """Raise ``TypeError`` unless an index is a tensor of integers."""
     if not isinstance(index, Tensor):
         raise TypeError(f"{call}: {name} must be a tensor of integers, got {type(index).__name__}.")
     if index.dtype not in INDEX_DTYPES:
         refuse(f"{call}: {name}", "integers, such as .long() makes them", index.dtype, TypeError)
-    if index.ndim != 1 or index.layout != torch.strided:
-        refuse(f"{call}: {name}", "a strided vector", (tuple(index.shape), index.layout))
 
 
 def check_floating(call: str, name: str, values: Tensor) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import Context, VmapInfo, to_list
-from metagrad.core.checks import check_type, is_a, is_integer
+from metagrad.core.checks import check_type, is_integer
 from metagrad.core.tree import widened
-from metagrad.sparse.checks import INDEX_DTYPES, MAX_CELLS, check_device, check_floating, check_same
+from metagrad.sparse.checks import MAX_CELLS, check_device, check_floating, check_integers, check_same
 from metagrad.sparse.kernels.derivatives import Bilinear
 
 _RULEBOOK = "Rulebook(coords, kernel_size, dilation)"
@@ -161,10 +161,7 @@ def _check_distinct(keys: Tensor, order: Tensor, coords: Tensor) -> None:
 
 
 def _check_coords(coords: Tensor) -> None:
-    if not is_a(coords, Tensor):
-        raise TypeError(f"{_RULEBOOK}: coords must be a tensor of integers, got {type(coords).__name__}.")
-    if coords.dtype not in INDEX_DTYPES:
-        raise TypeError(f"{_RULEBOOK}: coords must be integers (int64), got {coords.dtype}.")
+    check_integers(_RULEBOOK, "coords", coords)
     if coords.ndim != 2 or coords.shape[1] < 2:
         raise ValueError(
             f"{_RULEBOOK}: coords must be [sites, 1 + d], the number of the example and d coordinates, "
