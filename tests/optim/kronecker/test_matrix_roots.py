@@ -104,7 +104,7 @@ def test_what_is_no_square_matrix_of_a_known_dtype_is_refused():
         for shape in ((2, 3), (3,), (0, 0)):
             with pytest.raises(ValueError, match="must be square and not empty, got shape"):
                 call(torch.ones(shape))
-        with pytest.raises(TypeError, match=r"must be float32 or float64, got torch\.bfloat16"):
+        with pytest.raises(TypeError, match=r"the matrix: expected float32 or float64, got torch\.bfloat16"):
             call(torch.ones(2, 2, dtype=torch.bfloat16))
     for p in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match=r"inverse_root\(matrix, p\): expected an int of 1 or more"):
