@@ -246,6 +246,22 @@ def test_labels_that_the_loss_cannot_take_are_named(make, labels):
         make(NET, F.cross_entropy, PARAMS, (X, labels))
 
 
+def checkpointed(params, x):
+    run = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    return run(lambda w: torch.tanh(x @ w.T), params["weight"])
+
+
+def test_a_jacobian_through_the_checkpoint_of_torch_is_an_error():
+    params = {"weight": NET.weight}
+    with pytest.raises(
+        RuntimeError, match=r"jacobian\(fn, params, data\): fn uses .*Call metagrad.checkpoint"
+    ):
+        curvature.jacobian(checkpointed, params, X)
+    with mg.MemoryTracker():  # which has hooks of its own
+        found = curvature.jacobian(lambda p, x: torch.tanh(x @ p["weight"].T), params, X)
+    torch.testing.assert_close(found.T @ torch.ones(8), torch.ones(8) @ found.rows())
+
+
 def test_layers_in_a_checkpointed_call_have_no_factors():
     class Checkpointed(torch.nn.Module):
         def __init__(self):

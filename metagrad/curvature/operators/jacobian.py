@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves
 from metagrad.core.budget import Bytes, checked_bytes
@@ -83,6 +85,10 @@ class Examples:
             )
         self.count: int = len(tensors[0])
         self._may_have_norms = True
+        self._refusal = (
+            f"{call}: fn uses torch.autograd.graph.saved_tensors_hooks, as torch.utils.checkpoint does, which "
+            "torch.func.vmap does not support. Call metagrad.checkpoint, or leave it out."
+        )
 
     def values(self, params: Parameters) -> Tensor:
         """Evaluate all examples, ``[N, *values]``."""
@@ -114,7 +120,9 @@ class Examples:
 
     def _mapped(self, fn: Callable[..., Any], at_once: int | None, params: Any) -> Any:
         mapped = torch.func.vmap(fn, (None, *(0 for _ in self.data)), chunk_size=at_once)
-        with unfused_attention():
+        with contextlib.ExitStack() as stack, unfused_attention():
+            with contextlib.suppress(RuntimeError):  # hooks of the caller, as a MemoryTracker has
+                stack.enter_context(disable_saved_tensors_hooks(self._refusal))
             if not self._may_have_norms:  # a function mode costs as much as a small operation
                 return mapped(params, *self.data)
             with composite_norms() as norms:

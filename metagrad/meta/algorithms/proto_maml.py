@@ -101,6 +101,12 @@ class ProtoMAML(MAML):
     def _start(self, model: nn.Module, params: Params, tasks: Tasks, stacked: bool) -> Params:
         """Return the initial weight and bias of the head for each task."""
         assert isinstance(tasks.support_y, Tensor)
+        if missing := [n for n in ("weight", "bias") if f"{self.head_name}.{n}" not in params]:
+            raise ValueError(
+                f"ProtoMAML(..., head): prototypes replace the weight and the bias of {self.head_name!r}, but its "
+                f"{missing[0]} is not adapted. It must require grad, be in adapt, be used by no other layer and have "
+                "no parametrization."
+            )
         compute: Callable[..., Params] = functools.partial(self._prototypes, model, params)
         compute = vmapped(compute) if stacked else compute
         tables = {name: embedding(rows, params[name]) for name, rows in tasks.rows.items()}

@@ -43,6 +43,23 @@ class ParamsWithGrad(NamedTuple):
     grads: Params
 
 
+def _checked_params(name: str, params: Any) -> list[Any]:
+    """Return parameters or groups as a list. Raise ``TypeError`` for anything else."""
+    one = not isinstance(params, Iterable) or isinstance(params, (Mapping, Tensor, str))
+    given = [params] if one else list(params)
+    for item in given:
+        own = item.get("params", item) if isinstance(item, Mapping) and not one else item
+        for p in own if isinstance(own, (list, tuple)) and own is not item else [own]:
+            value = p[1] if isinstance(p, tuple) and len(p) == 2 else p
+            if one or isinstance(value, (str, int, float, Mapping, tuple)):
+                place = "" if one else f" in a {type(params).__name__}"
+                raise TypeError(
+                    f"{name}(params): expected parameters, as model.parameters() or [model.weight], or a list of "
+                    f"dicts with the key 'params', got {type(value).__name__}{place}."
+                )
+    return given
+
+
 class RuleOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` that takes the steps of a rule.
 
@@ -106,7 +123,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _initialize(self, params: ParameterGroups, defaults: Mapping[str, Any]) -> None:
         """Initialize the optimizer with the defaults of a group."""
-        super().__init__(params, {"nonfinite": "raise", **defaults, "step": 0})  # type: ignore[arg-type]
+        params = _checked_params(type(self).__name__, params)
+        super().__init__(params, {"nonfinite": "raise", **defaults, "step": 0})
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with their own hyperparameters. Missing hyperparameters take the defaults."""

@@ -153,6 +153,19 @@ def test_a_head_that_is_called_otherwise(batch):
         make(Net(calls=2))(batch)
 
 
+@pytest.mark.parametrize("change", ["frozen", "not adapted", "parametrized"])
+def test_a_head_that_is_not_adapted_is_an_error(batch, change):
+    net = Net()
+    if change == "frozen":
+        net.head.weight.requires_grad_(False)
+    if change == "parametrized":
+        nn.utils.parametrizations.orthogonal(net.head)
+    adapt = "enter" if change == "not adapted" else None
+    learner = mg.ProtoMAML(net, F.cross_entropy, inner=sgd(lr=0.1), steps=1, adapt=adapt)
+    with pytest.raises(ValueError, match=r"ProtoMAML\(..., head\): .*but its weight is not adapted"):
+        learner(batch)
+
+
 @pytest.mark.parametrize("norm", ["transductive", "support", "running", "per_step"])
 def test_policies_for_statistics(batch, norm):
     """The policy normalizes the embeddings of the prototypes, vectorized and in a loop."""

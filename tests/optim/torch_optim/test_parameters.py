@@ -31,6 +31,17 @@ from tests.optim.torch_optim.cases import (
 rules = lacking("one vector")
 
 
+WRONG_PARAMS = [
+    (torch.ones(2), "Tensor"),
+    ({"weight": torch.ones(2)}, "dict"),
+    (["weight"], "str in a list"),
+    ([{"params": ["weight"]}], "str in a list"),
+    ([{"lr": 0.1}], "dict in a list"),
+    (nn.Identity(), "Identity"),
+    ([1], "int in a list"),
+]
+
+
 def layers(*rows):
     """Make layers, and the model that they are."""
     made = [layer(*row) for row in rows]
@@ -176,8 +187,9 @@ def test_parameters_and_forms_that_are_refused(case):
         case.of(model, lr=torch.ones(2))
     with pytest.raises(ValueError, match="empty parameter list"):
         case.of(nn.Identity())
-    with pytest.raises(TypeError, match="iterable of Tensors"):
-        case.of(model, model.weight)
+    for wrong, kind in WRONG_PARAMS:
+        with pytest.raises(TypeError, match=rf"^\w+\(params\): expected parameters.*got {kind}"):
+            case.of(model, wrong)
     opt = optimizer(case, model, [{"params": [model.weight]}])
     with pytest.raises(ValueError, match="lr must be at least 0"):
         opt.add_param_group({"params": [layer(1.0).weight], "lr": -1.0})
