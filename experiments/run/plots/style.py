@@ -46,6 +46,7 @@ def thousands(axis: Any) -> None:
 def label_lines(axis: Any, *, gap: float = 0.07) -> None:
     """Write the label of each line next to its end. Labels are at least a gap apart, in heights of the axis."""
     lines = [line for line in axis.get_lines() if not line.get_label().startswith("_")]
+    axis.autoscale_view()  # limits are otherwise set when the figure is drawn
     place = axis.transScale + axis.transLimits
     ends = sorted((place.transform(line.get_xydata()[-1])[1], i) for i, line in enumerate(lines))
     free = [height - gap * rank for rank, (height, _) in enumerate(ends)]

@@ -120,7 +120,7 @@ def test_the_program_writes_page_and_figure(ratings, configured, tmp_path, monke
     results = json.loads((tmp_path / "results.json").read_text())
     assert [one["cell"] for one in results][:4] == ["biases", "maml", "anil", "cavia"]
     assert all(0.1 < error < 2 for one in results[:4] for error in one["errors"])
-    assert "| MAML, all adapts |" in text
+    assert "| MAML, all parameters adapt |" in text
     assert "| CAVIA, dense tables | 100 |" in text
     assert (tmp_path / "coldstart.png").stat().st_size > 0
 
