@@ -12,7 +12,8 @@ from metagrad.attribution.gradients import Metrics
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_type, refuse, warn
-from metagrad.core.tree import Params, dissect, tree_map
+from metagrad.core.tree import Params, dissect, plus, tree_map
+from metagrad.distributed.exchange import refuse_differences, sums_over
 from metagrad.optim.rule import with_batch_ndim
 from metagrad.training import Training
 from metagrad.training.step import Part, State
@@ -54,7 +55,8 @@ def retrain(
         The metrics of each training.
 
     Raises:
-        ValueError: The weights are not a matrix with a column for each example.
+        ValueError: The weights are not a matrix with a column for each example. The ranks of the training's ``group``
+            have different weights.
 
     Example:
         >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -70,6 +72,7 @@ def retrain(
     if weights.ndim != 2 or weights.shape[1] != training.num_examples:
         refuse("retrain(weights)", f"shape [m, {training.num_examples}]", tuple(weights.shape))
     weights = weights.to(next(iter(training.model.params().values())))
+    refuse_differences(training.step.group, "retrain(weights)", [weights])
     size = checked_bytes("retrain(...)", "chunk", chunk)
     states: list[State] = []
     for rows in torch.split(weights, max(1, size // _state_bytes(training))):
@@ -128,7 +131,7 @@ def _gradient(training: Training, state: State, weights: Tensor, t: int) -> tupl
     step = training.step
     params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
     buffers = state.buffers
-    total: list[Tensor] | None = None
+    total: list[Any] = [None] * len(params)
     for part in step.parts(t):
         whole = weights[:, step.stream.rows(t)]
         seed_step(step.stream.seed, part.t, part.number)
@@ -147,8 +150,9 @@ def _gradient(training: Training, state: State, weights: Tensor, t: int) -> tupl
             found = torch.autograd.grad(
                 losses.sum(), list(params.values()), allow_unused=True, materialize_grads=True
             )
-        total = list(found) if total is None else [a + b for a, b in zip(total, found, strict=True)]
-    assert total is not None
+        total = list(map(plus, total, found))
+    if step.group is not None:
+        total = [*sums_over(step.group, total, list(params.values()))]
     return dict(zip(params, total, strict=True)), {name: b.detach() for name, b in buffers.items()}
 
 

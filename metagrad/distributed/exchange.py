@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from metagrad.core._torch import linalg
 from metagrad.core.budget import device_of
 from metagrad.core.modules import is_sharded
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -131,6 +132,23 @@ def weighted_sums(
         pieces = flat.split_with_sizes([like[n].numel() for n in numbers])
         found |= {n: _in_layout(piece, like[n]) for n, piece in zip(numbers, pieces, strict=True)}
     return [found[number] for number in range(len(like))]
+
+
+def sums_over(group: ProcessGroup, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums over the ranks of a group. None counts as zeros."""
+    return weighted_sums(tensors, like, 1.0, 25 * 2**20, group)
+
+
+def refuse_differences(group: ProcessGroup | None, what: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise ``ValueError`` on all ranks of a group if tensors differ between ranks by more than rounding errors."""
+    if group is None:
+        return
+    flat = torch.cat([t.detach().reshape(-1).double() for t in tensors if t is not None])
+    mark = flat @ torch.arange(1, len(flat) + 1, device=flat.device).double().cos()
+    ends = torch.stack([mark, -mark, linalg.vector_norm(flat)])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    if bool(ends[0] + ends[1] > 1e-4 * ends[2]):
+        raise ValueError(f"{what}: expected the same values on all ranks, got values that differ.")
 
 
 def buckets_of(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:

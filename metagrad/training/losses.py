@@ -98,8 +98,8 @@ class _Means(Dispatch):
             return terms
         if not self.whole:
             raise ValueError(
-                "Training(loss_fn, micro_batch): the mean has class weights or ignored targets, so it is no mean of "
-                "the means of parts. Return losses with reduction='none', or leave micro_batch out."
+                "Training(loss_fn, micro_batch, group): the mean has class weights or ignored targets, so it is no "
+                "mean of the means of parts. Return losses with reduction='none', or leave both arguments out."
             )
         total = kept.sum() if weight is None else (weight[target.where(kept, 0)] * kept).sum()
         return terms * (terms.numel() / total)

@@ -22,9 +22,10 @@ from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.reach import placed
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Params, Tree, dissect, is_differentiable, plus, tree_leaves
+from metagrad.distributed.exchange import sums_over
 from metagrad.optim.first_order.sgd import SGDRule
 from metagrad.optim.hyperparameters import hyperparameters_in, with_hyperparameters
-from metagrad.training.step import Gradient, Inputs, Part, State, Step, summed, variable
+from metagrad.training.step import Gradient, Inputs, Part, State, Step, variable
 
 Cotangents = list["Tensor | None"]
 """One tensor ``[k, *shape]`` for each tensor, or None if it is zero."""
@@ -223,17 +224,38 @@ class Pullback:
         if graphs is None:
             gradient = self.step.whole_gradient(state, t, self.inputs)
         else:
-            gradient = summed([graph.gradient for graph in graphs]).detached()
+            gradient = self.step.total(state, [graph.gradient.detached() for graph in graphs])
         along, params, optimizer = self._through_update(state, gradient.grads, after)
         along = [
             c if c is None else c.to(g.dtype) for c, g in zip(along, gradient.grads.values(), strict=True)
         ]
+        own: Cotangents = [None] * len(state.params)
         buffers: Cotangents = [None] * len(state.buffers)
-        for part in parts:
-            graph = self.record(state, part) if graphs is None else graphs[part.number]
+        for i, part in enumerate(parts):
+            graph = self.record(state, part) if graphs is None else graphs[i]
             own_params, own_buffers = self._through_gradient(graph, along, loss, after.buffers)
-            params, buffers = list(map(plus, params, own_params)), list(map(plus, buffers, own_buffers))
+            own, buffers = list(map(plus, own, own_params)), list(map(plus, buffers, own_buffers))
+        params = list(map(plus, params, self.over_ranks(own, state.params.values())))
         return StateCotangents(params, optimizer, buffers), gradient.loss
+
+    def over_ranks(self, own: Cotangents, like: Iterable[Tensor]) -> Cotangents:
+        """Return the sums of cotangents over ranks that share each mini-batch."""
+        if self.step.group is None:
+            return own
+        like = [x.detach().expand(self.count, *x.shape) for x in like]
+        return [*sums_over(self.step.group, own, like)]
+
+    def collected(self, params: Cotangents) -> list[Tensor | None]:
+        """Return the cotangents of all leaves, given the cotangents of the initial parameters.
+
+        Updates are the same on all ranks. So only weights, data and free tensors have cotangents to sum.
+        """
+        found, leaves = self.total._replace(params=params).flat(), self.leaves.flat()
+        masks = self.wanted, self.leaves.only("params"), self.leaves.only("rule")
+        own = [i for i, mask in enumerate(zip(*(m.flat() for m in masks), strict=True)) if mask == (1, 0, 0)]
+        sums = self.over_ranks([found[i] for i in own], [leaves[i] for i in own])
+        whole = dict(zip(own, sums, strict=True))
+        return [whole.get(i, value) for i, value in enumerate(found)]
 
     def through_init(self, params: Params, first: StateCotangents) -> Cotangents:
         """Return the cotangents of the initial parameters. The first state of the optimizer may depend on them."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from metagrad.core._torch import BatchNorm, InstanceNorm
@@ -14,6 +15,7 @@ from metagrad.core.norms import composite_norms, unfused_attention
 from metagrad.core.reach import Place, placed
 from metagrad.core.substitution import Read, copied, noted_reads, refuse_hidden, tensor_places
 from metagrad.core.tree import LossFn, Params, Tree, is_differentiable, with_fresh_views, zeros_for_none
+from metagrad.distributed.exchange import sums_over
 from metagrad.optim.rule import Rule
 from metagrad.training.losses import example_losses
 from metagrad.training.stream import Examples, Stream, seed_step
@@ -50,11 +52,11 @@ class Inputs(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a mini-batch: all of it, or a micro-batch.
+    """A part of a mini-batch: all of it, a micro-batch, or the examples of a rank.
 
     Attributes:
         t: Number of the step.
-        number: Number of the part.
+        number: Number of the part, which seeds its random numbers. The numbers of rank r begin at r 2^32.
         rows: Indices of its examples.
     """
 
@@ -202,6 +204,7 @@ class Step:
         average: ``"batch"`` or ``"weights"``. See :class:`metagrad.Training`.
         micro_batch: Maximum number of examples of a part, or None.
         transform: Function of a batch ``(x, y)``, or None.
+        group: Process group whose ranks share each mini-batch, or None.
     """
 
     def __init__(
@@ -212,6 +215,7 @@ class Step:
         average: str,
         micro_batch: int | None,
         transform: Callable[[Tree, Tree], tuple[Tree, Tree]] | None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -219,11 +223,25 @@ class Step:
         self.average = average
         self.micro_batch = micro_batch
         self.transform = transform
+        self.group = None if group is None or group.size() == 1 else group
 
     def parts(self, t: int) -> list[Part]:
-        """Return the parts of the mini-batch of step ``t``."""
+        """Return the parts of the mini-batch of step ``t`` that this rank computes."""
         rows = self.stream.rows(t)
-        return [Part(t, i, r) for i, r in enumerate(rows.split(self.micro_batch or len(rows)))]
+        rank, size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
+        own = rows.tensor_split(size)[rank].split(self.micro_batch or len(rows))
+        return [Part(t, (rank << 32) + i, r) for i, r in enumerate(own) if len(r)]
+
+    def total(self, state: State, gradients: Sequence[Gradient]) -> Gradient:
+        """Return the gradient of a step, from the gradients of the parts of this rank."""
+        if self.group is None:
+            return summed(gradients)
+        zeros = {name: torch.zeros_like(p) for name, p in state.params.items()}
+        zero = next(iter(zeros.values())).new_zeros(())
+        own = summed([Gradient(zeros, zero, state.buffers), *gradients])
+        found = [*own.grads.values(), own.loss.to(zero)]
+        *grads, loss = sums_over(self.group, found, found)
+        return Gradient(dict(zip(zeros, grads, strict=True)), loss.to(own.loss), own.buffers)
 
     def divisor(self, weights: Tensor) -> Tensor:
         """Return the divisor of the weighted sum of the losses of a mini-batch."""
@@ -236,7 +254,7 @@ class Step:
         """Return a part of the loss. The model holds the parameters."""
         x, y = batch if self.transform is None else self.transform(*batch)
         output, count = self.model(x), len(part.rows)
-        is_whole = self.micro_batch is None or count == len(self.stream.rows(part.t))
+        is_whole = count == len(self.stream.rows(part.t))
         losses = example_losses(self.loss_fn, output, y, count, whole=is_whole)
         if weights.ndim == 1:
             losses = losses.flatten(1).mean(1) if losses.ndim > 1 else losses
@@ -293,7 +311,8 @@ class Step:
             inputs: The inputs of the training.
             gradients: The gradient of each part, or None to compute them.
         """
-        total = self.whole_gradient(state, t, inputs) if gradients is None else summed(gradients).detached()
+        own = None if gradients is None else [gradient.detached() for gradient in gradients]
+        total = self.whole_gradient(state, t, inputs) if own is None else self.total(state, own)
         with torch.no_grad():
             params, optimizer = inputs.rule.update(total.grads, state.optimizer, state.params)
         return State(params, optimizer, total.buffers), total.loss
@@ -308,18 +327,17 @@ class Step:
         """Return the gradient of step ``t``."""
         params = state.params if create_graph else {name: variable(p) for name, p in state.params.items()}
         buffers = {name: b.clone() for name, b in state.buffers.items()}
-        total: Gradient | None = None
+        total: list[Gradient] = []
         for part in self.parts(t):
             with torch.set_grad_enabled(create_graph):
                 weights, divisor, batch = self.examples(part, inputs)
             with self.model.holding(params, buffers):
                 own = self.gradient(params, buffers, weights, divisor, batch, part, create_graph=create_graph)
-            total = own if total is None else summed([total, own])
+            total = [summed([*total, own])]
             buffers = own.buffers
-        assert total is not None
-        if self.micro_batch is not None:
+        if self.micro_batch is not None or self.group is not None:
             self._refuse_statistics(state, buffers)
-        return total
+        return self.total(state, total)
 
     def examples(self, part: Part, inputs: Inputs) -> tuple[Tensor, Tensor, tuple[Tree, Tree]]:
         """Seed a part. Return the weights of its examples, the divisor of its loss, and its batch."""
@@ -329,10 +347,10 @@ class Step:
 
     def _refuse_statistics(self, state: State, after: Params) -> None:
         for name, before in state.buffers.items():
-            if is_differentiable(before) and not torch.equal(before, after[name]):
+            if (self.group is not None or is_differentiable(before)) and not torch.equal(before, after[name]):
                 raise ValueError(
-                    f"Training(micro_batch): the model writes its buffer {name!r}, so micro-batches depend on each "
-                    "other. Use GroupNorm or LayerNorm, or leave micro_batch out."
+                    f"Training(micro_batch, group): the model writes its buffer {name!r}, so parts of a mini-batch "
+                    "depend on each other. Use GroupNorm or LayerNorm, or leave both arguments out."
                 )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
@@ -58,6 +59,9 @@ class Training:
         micro_batch: Maximum number of examples whose graph is held at a time. None holds a whole mini-batch.
         order: Indices of the examples of each step, int64 ``[steps, batch]``. They replace the shuffled
             order.
+        group: Process group whose ranks share the examples of each mini-batch, such as
+            ``torch.distributed.group.WORLD``. Every rank has the whole training and makes the same calls. It gets
+            the same result. None computes all examples in this process.
 
     Raises:
         ValueError: An argument is out of range, or the model is in evaluation mode.
@@ -98,6 +102,7 @@ class Training:
         average: str = "batch",
         micro_batch: int | None = None,
         order: Tensor | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         call = "Training(...)"
         check_type("Training(model)", model, nn.Module)
@@ -115,7 +120,7 @@ class Training:
         order = _checked_order(order, self.examples.size)
         self.steps = _number_of_steps(epochs, steps, -(-self.examples.size // size), order)
         stream = Stream(self.examples.size, size, self.steps, seed, order)
-        self.step = Step(self.model, loss_fn, stream, average, micro_batch, transform)
+        self.step = Step(self.model, loss_fn, stream, average, micro_batch, transform, group)
 
     @property
     def num_examples(self) -> int:
@@ -165,11 +170,18 @@ class Training:
 
         Raises:
             ValueError: The shapes of the weights, the data or the parameters do not fit. The folder belongs to
-                another training, or a file in it is damaged.
+                another training, or a file in it is damaged. The ranks of ``group`` have different parameters,
+                weights or metrics.
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "Training(...)(): it cannot run in torch.inference_mode(). Use torch.no_grad()."
+            )
+        if self.step.group is not None and (memory == "auto" or offload not in (None, "cpu")):
+            refuse(
+                "Training(..., group)(memory, offload)",
+                'another mode than "auto" and no folder, because all ranks must keep the same states',
+                (memory, offload),
             )
         examples = self.examples if data is None else self._checked_data(data)
         own = self.model.params() if params is None else self._checked_params(params)

@@ -16,6 +16,7 @@ from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.norms import every_order
 from metagrad.core.reach import placed
 from metagrad.core.tree import HALF, Params, dissect, tree_map
+from metagrad.distributed.exchange import refuse_differences
 from metagrad.memory.tracker import phase
 from metagrad.training.reverse import (
     Cotangents,
@@ -29,6 +30,7 @@ from metagrad.training.reverse import (
 from metagrad.training.states import FolderStates, PinnedStates, States, checksum
 from metagrad.training.step import Inputs, State, Step, variable
 
+CALL = "Training(..., group)()"
 MOST_DIFFERENTIABLE = 200
 """Maximum number of steps of a training whose derivative can be differentiated again."""
 
@@ -102,6 +104,7 @@ class Trajectory:
         own = {name: p.detach().clone() for name, p in params.items()}
         with torch.no_grad():
             first = State(own, inputs.rule.init(own), step.model.buffers())
+        refuse_differences(step.group, f"{CALL}: parameters and weights", [*own.values(), inputs.weights])
         self.kept = self._kept_at(offload, first)
         self._run(keep_graphs=plan is None)
 
@@ -155,6 +158,7 @@ class Trajectory:
             count: Number of cotangents, k.
         """
         self._refuse_changes()
+        refuse_differences(self.step.group, f"{CALL}: metrics", [*after.params, *after.buffers, losses])
         if any(want and not had for want, had in zip(wanted.flat(), self.wanted.flat(), strict=True)):
             self.graphs.clear()  # a leaf is missing
         pull = Pullback(self.step, self.inputs, self.leaves, wanted, count)
@@ -182,8 +186,7 @@ class Trajectory:
         self.report.replays += reversal.replays
         self.report.states = max(self.report.states, reversal.most)
         self.report.growth = _growth(_norms(params), last)
-        total = pull.total._replace(params=params).flat()
-        leaves = zip(total, self.leaves.flat(), wanted.flat(), strict=True)
+        leaves = zip(pull.collected(params), self.leaves.flat(), wanted.flat(), strict=True)
         return self.leaves.filled(c.to(t.dtype) if want and c is not None else None for c, t, want in leaves)
 
     def differentiable(self) -> tuple[State, Tensor, Leaves]:
@@ -198,6 +201,8 @@ class Trajectory:
                 f"Training(...): the derivative of a training can be differentiated again (create_graph=True) for at "
                 f"most {MOST_DIFFERENTIABLE} steps, got {self.steps}. Its graph would hold every step."
             )
+        if self.step.group is not None:
+            raise RuntimeError(f"{CALL}: create_graph=True is not supported. Leave group out.")
         views = self.leaves.filled([t.view_as(t) if t.requires_grad else t for t in self.leaves.flat()])
         inputs = with_leaves(self.inputs, self.leaves, views)
         params = dict(zip(self.kept[0].params, views.params, strict=True))

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,76 +96,6 @@ def test_products_with_sharded_parameters_are_refused():
     w.device_mesh = "as a DTensor has"
     with pytest.raises(ValueError, match=r"hvp\(loss_fn, params, v\): the parameter \"params\['w'\]\" is a"):
         mg.hvp(lambda p: p["w"].sum(), {"w": w}, {"w": w})
-
-
-LEARNERS = """
-import itertools, warnings
-import torch, torch.distributed as dist, torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-import metagrad as mg
-
-warnings.filterwarnings("ignore", ".*returned a view tensor")  # fully_shard returns views that must not be modified
-
-torch.set_default_dtype(torch.float64)
-dist.init_process_group("gloo")
-make = {
-    "MAML": lambda model: mg.MAML(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.01), steps=2),
-    "MetaSGD": lambda model: mg.MetaSGD(model, F.mse_loss, lr=0.01, steps=2),
-}
-mesh = init_device_mesh("cpu", (2,))
-wrap = {
-    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
-    "fully_shard": lambda learner: fully_shard(learner, mesh=mesh),
-}
-for learner, wrapper in itertools.product(make.values(), wrap.values()):
-    pair = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        pair.append(learner(mg.models.MLP([1, 8, 1])))
-    whole, wrapped = pair[0], wrapper(pair[1])
-    outers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in pair]
-    for step in range(3):
-        batch = mg.tasks.Sinusoid().sample(4, generator=torch.Generator().manual_seed(step))
-        batch = batch.to(dtype=torch.float64)
-        for outer, each, part in zip(outers, (whole, wrapped), (batch, batch.shard())):
-            outer.zero_grad()
-            each(part).loss.backward()
-        for expected, found in zip(whole.parameters(), pair[1].parameters(), strict=True):
-            gradient = found.grad.full_tensor() if hasattr(found.grad, "full_tensor") else found.grad
-            torch.testing.assert_close(gradient, expected.grad, rtol=1e-10, atol=1e-12)
-        for outer in outers:
-            outer.step()
-    if wrapper is wrap["fully_shard"]:
-        try:
-            wrapped.adapt(batch.support)
-        except (ValueError, RuntimeError) as error:
-            assert "DTensor" in str(error)  # raised by metagrad or by torch
-        wrapped.unshard()
-        found = wrapped.adapt(batch.support)(batch.query.x)
-        torch.testing.assert_close(found, whole.adapt(batch.support)(batch.query.x), rtol=1e-9, atol=1e-12)
-
-print("equal")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_a_wrapped_learner_averages_the_outer_gradients_of_equal_shares(tmp_path):
-    """The test runs several steps, because the wrapper rebuilds its buckets after the first step."""
-    program = tmp_path / "learners.py"
-    program.write_text(LEARNERS)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(program),
-    ]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (ended.returncode, ended.stdout.count("equal")) == (0, 2), ended.stderr
 
 
 @pytest.mark.parametrize("kind", [mg.MAML, mg.ProtoNet])

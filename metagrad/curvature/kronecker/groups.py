@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -21,6 +22,7 @@ from metagrad.curvature.kronecker.factors import Eigenblock, Factors, scaling_of
 from metagrad.curvature.kronecker.layers import KNOWN, input_rows, output_rows, without_base
 from metagrad.curvature.operators.batches import Batch
 from metagrad.curvature.operators.problem import ModelEvaluation, ModelProblem
+from metagrad.distributed.exchange import sums_over
 
 Sharing = Literal["expand", "reduce"]
 Other = Literal["error", "diagonal", "identity"]
@@ -38,7 +40,7 @@ class LayerGroup:
         self.block: Any = None
         self._table_size: int = getattr(layers[0], "num_embeddings", 0)
         self._averages = sharing == "reduce" and not self._table_size
-        self._sums: dict[str, Any] = defaultdict(float)
+        self.sums: dict[str, Any] = defaultdict(float)
 
     def note(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         """Note the input of a call, and the place of its output in the graph. A forward hook."""
@@ -55,8 +57,8 @@ class LayerGroup:
         rows = rows.mean(1, keepdim=True) if self._averages else rows
         if self.block is None:
             own, size = _counted(evaluation, rows), self._table_size
-            self._sums["rows"] += len(own)
-            self._sums["inputs"] += own[:, 0].bincount(None, size) if size else own.mT @ own
+            self.sums["rows"] += len(own)
+            self.sums["inputs"] += own[:, 0].bincount(None, size) if size else own.mT @ own
         return rows
 
     def add(self, evaluation: ModelEvaluation, inputs: Tensor, found: Sequence[Tensor]) -> None:
@@ -65,12 +67,12 @@ class LayerGroup:
         rows = self._by_example(evaluation, parts)
         rows = rows.sum(1, keepdim=True) if self._averages else rows
         if self.block is None:
-            self._sums["outputs"] += rows.flatten(0, 1).mT @ rows.flatten(0, 1)
+            self.sums["outputs"] += rows.flatten(0, 1).mT @ rows.flatten(0, 1)
         elif self._table_size:
-            self._sums["squares"] += _table_squares(inputs[..., 0], rows @ self.block.right, self._table_size)
+            self.sums["squares"] += _table_squares(inputs[..., 0], rows @ self.block.right, self._table_size)
         else:
             basis = Factors(self.block.right, self.block.left)
-            self._sums["squares"] += scaling_of(inputs, rows, basis)
+            self.sums["squares"] += scaling_of(inputs, rows, basis)
 
     def _by_example(self, evaluation: ModelEvaluation, parts: Sequence[Tensor]) -> Tensor:
         """Return the rows of all calls by example, from a first dimension of examples or of data of the loss."""
@@ -90,11 +92,11 @@ class LayerGroup:
     def decompose(self, total: float | Tensor) -> Eigenblock:
         """Return the product of the factors, or the product with the squares as eigenvalues."""
         if self.block is None:
-            outputs = self._sums["outputs"] / total
-            factors = outputs, self._sums["inputs"].to(outputs.dtype) / self._sums["rows"]
+            outputs = self.sums["outputs"] / total
+            factors = outputs, self.sums["inputs"].to(outputs.dtype) / self.sums["rows"]
             self.block = Eigenblock.of_factors(self.names, *factors[:: -1 if self._table_size else 1])
         else:
-            self.block = self.block._replace(eigenvalues=self._sums["squares"] / total, spectra=None)
+            self.block = self.block._replace(eigenvalues=self.sums["squares"] / total, spectra=None)
         if (padding := getattr(self.layers[0], "padding_idx", None)) is not None:  # has no gradient
             self.block.eigenvalues[padding] = 0
         return self.block
@@ -111,7 +113,7 @@ class Groups:
         refuse_batch_norms(problem.call, model)
         self.problem = problem
         self.layers: list[LayerGroup] = []
-        self._is_checked = False
+        self._is_checked, self._is_first = False, True
         self.rows: dict[
             tuple[str, ...], bool
         ] = {}  # whether the full matrix is estimated, or only its diagonal
@@ -205,8 +207,7 @@ class Groups:
         inputs = [group.inputs(evaluation) for group in self.layers]
         edges = [edge for group in self.layers for *_, edge in group.calls]
         sizes = [self._size(names) for names in self.rows]
-        is_first = all(group.block is None for group in self.layers)
-        names = [name for group in self.rows for name in group] if is_first else []
+        names = [name for group in self.rows for name in group] if self._is_first else []
         for column in columns:
             pulled: Any = edges and torch.autograd.grad(evaluation.outputs, edges, column, retain_graph=True)
             found = iter(pulled)
@@ -216,8 +217,21 @@ class Groups:
                 for (key, is_full), own in zip(self.rows.items(), rows.split(sizes, 1), strict=True):
                     self._sums[key] += own.mT @ own if is_full else own.square().sum(0)
 
+    def over_ranks(self, total: float | Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Add the sums of all ranks after a pass, and return the sum of their totals."""
+        names = ("rows", "inputs", "outputs") if self._is_first else ("squares",)
+        places: list[tuple[Any, Any]] = [(layer.sums, name) for layer in self.layers for name in names]
+        places += [(self._sums, key) for key in self.rows] if self._is_first else []
+        sums = [torch.tensor(float(total), dtype=torch.float64), *(own[key] for own, key in places)]
+        given = [torch.as_tensor(value, device=self.problem.space.device) for value in sums]
+        whole, *found = sums_over(group, given, given)
+        for (own, key), value in zip(places, found, strict=True):
+            own[key] = value
+        return whole
+
     def blocks(self, total: float | Tensor) -> list[Eigenblock]:
         """Return the blocks after a pass."""
+        self._is_first = False
         sums = {names: self._sums[names] / total for names in self.rows}
         one = torch.ones((), dtype=self.problem.space.dtype, device=self.problem.space.device)
         sums.update({names: one.expand(self._size(names)) for names in self._identities})

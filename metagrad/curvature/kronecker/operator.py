@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from metagrad.core.checks import check_choice, check_count, check_number, check_type, refuse
@@ -43,6 +44,7 @@ def kfac(
     sharing: Sharing = "expand",
     other: Other = "error",
     reduction: Reduction | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Kronecker:
     r"""Approximate the Fisher matrix by one Kronecker product for each layer (K-FAC), as an operator.
 
@@ -82,6 +84,8 @@ def kfac(
             gradients, which is exact behind an average over positions. Tables always expand.
         other: The block of parameters without a known layer: ``"error"``, ``"diagonal"`` or ``"identity"``.
         reduction: As for :func:`fisher`.
+        group: Process group whose ranks have shares of the data, such as ``torch.distributed.group.WORLD``. All ranks
+            get the matrix of all data. None uses only the data of this process.
 
     Raises:
         ValueError: As for :func:`fisher`. Also if a batch norm is in training mode, or a parameter has no
@@ -113,7 +117,7 @@ def kfac(
     problem = ModelProblem(call, model, loss_fn, params, any_split=True)
     groups = Groups(problem, model, other, sharing)
     source = generator or (torch.default_generator if fisher == "sampled" else torch.Generator())
-    labels, blocks = Labels(source), list[Eigenblock]()
+    labels, blocks, count = Labels(source), list[Eigenblock](), None
     kept = [groups.observe(data)] if is_one_batch(data) else []
     for _ in range(1 + correct):
         labels.restart()
@@ -124,6 +128,9 @@ def kfac(
                 with torch.autocast(problem.space.device.type, enabled=False):
                     groups.add(evaluation, _columns(evaluation, fisher, samples, labels, count))
             total = 1.0 if count is None else total + count
+        if group is not None and group.size() > 1:
+            whole = groups.over_ranks(total, group)
+            total = total if count is None else whole
         blocks = groups.blocks(total)
     return Kronecker(problem.space, blocks)
 

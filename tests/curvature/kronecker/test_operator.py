@@ -65,6 +65,16 @@ def test_one_linear_layer_is_exact():
     assert error(K.to_dense(), ggn(model, F.mse_loss, params, data)) < 1e-14
 
 
+def test_the_full_block_of_a_norm_is_the_same_with_corrected_eigenvalues():
+    """A second pass without layers adds nothing."""
+    model, params = made(lambda: nn.LayerNorm(3))
+    data = drawn(8, 3), drawn(8, 3, seed=2)
+    plain, corrected = (
+        kfac(model, F.mse_loss, params, data, fisher="exact", correct=c).to_dense() for c in (False, True)
+    )
+    assert error(corrected, plain) < 1e-14
+
+
 def test_blocks_of_a_deep_linear_network_are_exact():
     model, params = made(*(lambda i=i, o=o: nn.Linear(i, o) for i, o in ((4, 6), (6, 5), (5, 3))))
     data = drawn(20, 4), drawn(20, 3, seed=2)
