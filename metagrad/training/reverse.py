@@ -87,7 +87,9 @@ def refuse_hidden_leaves(step: Step, inputs: Inputs, leaves: Leaves, state: Stat
 
     Tensors that the loss makes itself are freed with its graph.
     """
-    part = step.parts(0)[0]
+    if not (parts := step.parts(0)):  # another rank has all examples of the first step
+        return
+    part = parts[0]
     with torch.set_grad_enabled(inputs.examples.tensors is None):
         weights, divisor, batch = step.examples(part, inputs)
     params, free = {name: variable(p) for name, p in state.params.items()}, [variable(t) for t in leaves.free]
