@@ -1,15 +1,24 @@
-"""Versions, devices, threads, environment and optional packages for a bug report: ``python -m metagrad.info``."""
+"""Versions, devices, threads, environment and optional packages for a bug report: ``python -m metagrad.info``.
+
+``python -m metagrad.info --probes`` tests whether the installed torch has the faults that metagrad knows.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from metagrad import __version__
 
@@ -29,7 +38,7 @@ OPTIONAL = {
 PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "MALLOC_", "PYTORCH_", "TORCH_", "CUDA_VISIBLE", "CUBLAS_")
 """Prefixes of environment variables that change speed, numbers or memory.
 
-``LD_PRELOAD``, ``ATEN_CPU_CAPABILITY`` and ``CXX`` are also reported.
+``LD_PRELOAD``, ``ATEN_CPU_CAPABILITY`` and ``CXX`` are reported in addition.
 """
 
 _COMPILER = "C++ compiler"
@@ -133,8 +142,83 @@ def _is_newer(torch_version: str) -> bool:
     return tuple(int(part) for part in torch_version.split(".")[:2]) > TESTED
 
 
+class Fault(NamedTuple):
+    """A fault of torch.
+
+    Attributes:
+        name: Description of the wrong computation.
+        workaround: Description of what the library does instead.
+        is_there: Function that returns whether the installed torch has the fault.
+        is_compiled: True if the probe compiles a kernel, which takes up to a minute.
+    """
+
+    name: str
+    workaround: str
+    is_there: Callable[[], bool]
+    is_compiled: bool = False
+
+
+def _compiled_alpha() -> bool:
+    w, a, b = torch.ones(6, 3), torch.ones(6, 4), torch.ones(4, 3)
+
+    def scaled(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.add(w, a @ b, alpha=-0.1)
+
+    untyped: Any = torch
+    compiled = untyped.compile(scaled, fullgraph=True)
+    return not torch.allclose(compiled(w, a, b), w - 0.1 * (a @ b), rtol=1e-3)
+
+
+def _third_derivative_of_layer_norm() -> bool:
+    def second(x: Tensor) -> Tensor:
+        (first,) = torch.autograd.grad(F.layer_norm(x, (3,)).sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.sin().sum(), x, create_graph=True)[0]
+
+    x = torch.tensor([0.3, 1.0, -0.5], dtype=torch.float64, requires_grad=True)
+    step = torch.tensor([1e-4, 0.0, 0.0], dtype=torch.float64)
+    difference = (second(x + step) - second(x - step))[0] / 2e-4
+    (third,) = torch.autograd.grad(second(x)[0], x)
+    return not torch.allclose(third[0], difference, rtol=1e-2)
+
+
+def _functional_call_of_a_module_that_occurs_twice() -> bool:
+    layer = nn.Linear(1, 1)
+    model = nn.Sequential(layer, layer)
+    other = {name: p.detach() for name, p in model.named_parameters()}
+    functional_call(model, other, (torch.ones(1, 1),))
+    return not isinstance(layer.weight, nn.Parameter)
+
+
+FAULTS = (
+    Fault(
+        "torch.compile of torch.add(w, a @ b, alpha=...) ignores alpha on a CPU",
+        "formulas of functional optimizers are written as w + c * d",
+        _compiled_alpha,
+        is_compiled=True,
+    ),
+    Fault(
+        "third derivatives of F.layer_norm, F.batch_norm and F.instance_norm are wrong",
+        "mg.models.composite_norms writes them out, and lint reports them",
+        _third_derivative_of_layer_norm,
+    ),
+    Fault(
+        "functional_call leaves its tensors in a module that occurs twice in a model",
+        "the library substitutes parameters itself",
+        _functional_call_of_a_module_that_occurs_twice,
+    ),
+)
+
+
+def probed() -> str:
+    """Return the known faults of torch as text. Each fault is present or gone, and its workaround follows."""
+    lines: list[str] = []
+    for fault in FAULTS:
+        lines += [f"{'present' if fault.is_there() else 'gone':8} {fault.name}", f"{'':8} {fault.workaround}"]
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(collect())
+    print(probed() if sys.argv[1:] == ["--probes"] else collect())
     if _is_newer(torch.__version__):
         tested = ".".join(map(str, TESTED))
         warnings.warn(

@@ -40,6 +40,22 @@ def test_variables_that_change_numbers_or_memory_are_shown_and_no_others(monkeyp
     assert "hidden" not in shown
 
 
+@pytest.mark.skipif(info._is_newer(torch.__version__), reason="the table is of an older torch")
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, id=f.name, marks=[pytest.mark.slow] if f.is_compiled else []) for f in info.FAULTS],
+)
+def test_the_known_faults_of_torch_are_there(fault):
+    assert fault.is_there(), f"gone from torch {torch.__version__}. Workaround: {fault.workaround}."
+
+
+def test_probes_say_what_is_there(monkeypatch):
+    monkeypatch.setattr(
+        info, "FAULTS", [info.Fault("sums", "adds", bool), info.Fault("products", "multiplies", lambda: True)]
+    )
+    assert info.probed().split() == ["gone", "sums", "adds", "present", "products", "multiplies"]
+
+
 @pytest.mark.slow
 def test_the_command_prints_what_is_collected():
     done = subprocess.run([sys.executable, "-m", "metagrad.info"], capture_output=True, text=True, check=True)
