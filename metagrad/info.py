@@ -38,7 +38,7 @@ OPTIONAL = {
 PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "MALLOC_", "PYTORCH_", "TORCH_", "CUDA_VISIBLE", "CUBLAS_")
 """Prefixes of environment variables that change speed, numbers or memory.
 
-``LD_PRELOAD``, ``ATEN_CPU_CAPABILITY`` and ``CXX`` are reported in addition.
+``LD_PRELOAD``, ``ATEN_CPU_CAPABILITY`` and ``CXX`` are also reported.
 """
 
 _COMPILER = "C++ compiler"
