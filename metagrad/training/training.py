@@ -151,7 +151,8 @@ class Training:
         "auto"    half of the free memory       as little as possible
         ========= ============================= ===================================================
 
-        All modes return bitwise identical results.
+        All modes return bitwise identical results. ``"full"`` can round differently for layers such as group
+        norms, whose gradients use other kernels if they have a graph.
 
         Args:
             weights: Weights of the examples, ``[n]``, or of the terms of their losses, ``[n, ...]``. The default

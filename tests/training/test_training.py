@@ -172,6 +172,16 @@ def test_the_gradient_is_the_same_bits_for_every_memory(memory):
     assert trained.report.replays == training.plan(**given).forward_steps - training.steps
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_that_round_differently_with_a_graph_are_repeated(seed):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(12, 5), nn.GroupNorm(1, 5), nn.Tanh(), nn.Linear(5, 3))
+    weights = torch.rand(14, requires_grad=True)
+    value = metric(problem(net, rule="sgd")(weights, memory="full"))
+    first, second = (torch.autograd.grad(value, weights, retain_graph=True)[0] for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+
+
 def test_a_second_sweep_trains_again():
     training = problem()
     weights = torch.ones(14, requires_grad=True)
