@@ -6,7 +6,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_870, "experiments": 10_150, "tests": 30_200}
+LINES = {"metagrad": 24_870, "experiments": 10_220, "tests": 30_200}
 FILES = {"metagrad": 262, "experiments": 80}
 
 

@@ -50,6 +50,7 @@ SMALL = {
     "benchmarks.training": " --rounds 1 --steps 20",
     "benchmarks.spectra": " --repeats 4 --size 100",
     "examples.gnn_cora": " --epochs 40 --hidden 8 --check-steps 1 --check-nodes 700 --steps 5 --outer-steps 1",
+    "examples.test_time_training": " --iterations 2 --lengths 32 64",
     "examples.recommender": " --iterations 2 --students 8 --shots 2 --steps 2",
 }
 """The arguments that make a program short. The longest beginning counts, and a preset that is printed stays."""
