@@ -457,3 +457,26 @@ def test_inside_a_transform_it_is_refused():
                 "log_penalty"
             ].sum()
         )(problem.hyper["log_penalty"])
+
+
+class Alternating:
+    """Gradient descent on one of two parameters at a time. The other one is returned unchanged."""
+
+    def init(self, params):
+        return 0
+
+    def update(self, grads, step, params):
+        moving = "ab"[step % 2]
+        return {name: p - 0.1 * grads[name] if name == moving else p for name, p in params.items()}, step + 1
+
+
+def test_a_parameter_that_a_rule_returns_unchanged_is_still_a_variable():
+    start = {name: torch.ones(3, dtype=torch.float64, requires_grad=True) for name in "ab"}
+    hyper = {"scale": torch.tensor(0.7, dtype=torch.float64, requires_grad=True)}
+    inner = lambda p, h: (p["a"] @ p["b"] - 1) ** 2 + h["scale"] * (p["a"] ** 2).sum()  # noqa: E731
+    outer = lambda p, h: (p["a"] * p["b"]).sum()  # noqa: E731
+    full, step = (
+        mg.hypergradient(inner, outer, start, hyper, method=hypergrad.Unroll(Alternating(), 4, memory=memory))
+        for memory in ("full", "step")
+    )
+    torch.testing.assert_close(full, step, rtol=1e-12, atol=0)
