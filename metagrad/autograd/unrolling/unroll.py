@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
 from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_compile
@@ -69,7 +69,8 @@ def unroll(
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The returned state has the structure, shapes and dtypes of
             the state before. ``aux`` is a pytree of tensors, such as an inner loss, or None. A gradient inside the
-            step needs ``create_graph=True`` to be differentiated through.
+            step needs ``create_graph=True`` to be differentiated through. With respect to the state, it is a partial
+            derivative: each tensor of the state is a variable of its own.
         state: A pytree of tensors and constants.
         *args: Pytrees of tensors and constants, the same for every step. Examples are data and learning rates.
         steps: Number of steps, 0 or more.
@@ -159,14 +160,23 @@ def unroll(
 
 
 def _checked(step: Step) -> Step:
-    """Return a step that raises for modules that would give a wrong derivative."""
-    updated: set[nn.Module | torch.Tensor] | None = set() if torch.is_grad_enabled() else None
+    """Return a step that raises for modules that would give a wrong derivative.
 
-    def checked_step(*args: Any) -> Pair:
+    The step gets views of its state. So a gradient with respect to the state is a partial derivative, also if one
+    tensor of the state was computed from another.
+    """
+    updated: set[nn.Module | Tensor] | None = set() if torch.is_grad_enabled() else None
+
+    def checked_step(state: Tree, *args: Any) -> Pair:
         with checked_reruns("unroll(step, ...)"), checked_statistics(updated):
-            return step(*args)
+            return step(tree_map(_view, state), *args)
 
     return checked_step
+
+
+def _view(leaf: Any) -> Any:
+    is_plain = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout == torch.strided
+    return leaf.view_as(leaf) if is_plain else leaf
 
 
 def run_loop(

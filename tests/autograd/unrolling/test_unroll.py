@@ -418,3 +418,27 @@ def test_reading_running_statistics_of_differentiated_steps_is_an_error(memory, 
     del last
     model(x)
     torch.save(model, tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "1MiB"])
+@pytest.mark.parametrize("state", ["kept", "closed over", "dependent", "twice"])
+def test_a_gradient_in_the_step_is_a_partial_derivative(memory, state):
+    """A tensor of the state can be one of the step before, or of the closure, and others can depend on it."""
+    start = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    free = torch.tensor([0.2, -0.4], dtype=torch.float64, requires_grad=True)
+
+    def step(pair, t):
+        a, b = pair
+        loss = (a * b).sin().sum() + (a**2).sum()
+        along_a, along_b = mg.grad(loss, [a, b], create_graph=True)
+        if state == "kept":
+            return ((a - 0.3 * along_a, b) if t % 2 else (a, b - 0.3 * along_b)), loss
+        return (free if state == "closed over" else a - 0.3 * along_a, b - 0.3 * along_b), loss
+
+    def final(a):
+        second = {"dependent": a**2, "twice": a}.get(state, free.sin())
+        (a, b), losses = mg.unroll(step, (a, second), steps=4, memory=memory)
+        return (a * b).sum() + losses.sum()
+
+    assert torch.autograd.gradcheck(final, [start.requires_grad_()])
+    assert torch.autograd.gradgradcheck(final, [start])
