@@ -175,8 +175,7 @@ def _checked(step: Step) -> Step:
 
 
 def _view(leaf: Any) -> Any:
-    is_plain = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout == torch.strided
-    return leaf.view_as(leaf) if is_plain else leaf
+    return leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
 
 
 def run_loop(
