@@ -26,7 +26,7 @@ from experiments.run.config import SCHEMAS
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("*.md", ".github/*.md", "docs/**/*.md", "experiments/**/*.md", "metagrad/**/*.md")
 DOCUMENTS = sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern))
-LONGEST = {"README.md": 150, "metagrad/**/README.md": 60, "docs/decisions/*.md": 10}  # lines
+LONGEST = {"README.md": 150, "metagrad/**/README.md": 60, "docs/decisions/*.md": 15}  # lines
 NAMES = re.compile(
     r"(?<![\w./])(?:mg|metagrad|rules|curvature|hypergrad|sparse)(?:\.(?!(?:md|py|plots)\b)[A-Za-z_]\w*)+"
 )

@@ -165,7 +165,10 @@ def with_fresh_views(new: Params, old: Params) -> Params:
     """Return new parameters, with a view of each one that is a tensor of ``old``.
 
     Other new parameters can depend on that tensor. A gradient with respect to the view is a partial derivative.
+    Compiled code has partial derivatives anyway.
     """
+    if torch.compiler.is_compiling():
+        return new
     before = {id(p) for p in old.values()}
     return {name: p.view_as(p) if id(p) in before else p for name, p in new.items()}
 
