@@ -17,6 +17,7 @@ from metagrad.core.checks import check_function, is_a
 from metagrad.core.norms import composite_norms, unfused_attention
 from metagrad.core.tree import Params, tensors_in
 from metagrad.curvature.operators.space import Parameters, ParameterSpace
+from metagrad.memory.tracker import hooks_aside
 
 CALL = "jacobian(fn, params, data)"
 
@@ -115,7 +116,8 @@ class Examples:
         derivative = torch.func.grad(one) if num_values == 1 else torch.func.jacrev(one)
         size = sum(p.numel() * p.element_size() for p in leaves.values())
         # A row passes through several tensors of its size, one for each step of the inner derivatives.
-        found = self._mapped(derivative, max(1, chunk // (8 * num_values * size)), leaves)
+        with hooks_aside():
+            found = self._mapped(derivative, max(1, chunk // (8 * num_values * size)), leaves)
         return torch.cat([found[name].reshape(num_rows, -1) for name in leaves], 1)
 
     def _mapped(self, fn: Callable[..., Any], at_once: int | None, params: Any) -> Any:
