@@ -221,7 +221,7 @@ def _key(argument: str) -> str:
 
 
 def _is_place(argument: str) -> bool:
-    """Say whether an argument says where a run writes: A checkpoint file that a run starts from does not."""
+    """Return whether an argument names the folder of the run. A checkpoint file to start from is not that folder."""
     value = Path(argument.partition("=")[2].strip("'\""))
     return _key(argument) == "hydra.run.dir" or (_key(argument) == "resume" and value.is_dir())
 
