@@ -13,7 +13,7 @@ from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import check_count, check_function, refuse
-from metagrad.core.tree import Params, Tree, with_fresh_views
+from metagrad.core.tree import Params, Tree
 from metagrad.hypergrad.problem import Derivative, Problem, gradients, refuse_sparse
 from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
@@ -97,8 +97,7 @@ def moved_by(
         value = loss(values)
     slopes = grad(value, values, create_graph=create_graph, materialize_grads=True)
     refuse_sparse(slopes)
-    moved, state = rule.update(slopes, state, values)
-    return with_fresh_views(moved, values), state
+    return rule.update(slopes, state, values)
 
 
 def rule_for(rule: RuleOf, problem: Problem, hyper: Sequence[Tensor]) -> Rule:
