@@ -327,7 +327,7 @@ class Step:
         """Return the gradient of step ``t``."""
         params = state.params if create_graph else {name: variable(p) for name, p in state.params.items()}
         buffers = {name: b.clone() for name, b in state.buffers.items()}
-        total: list[Gradient] = []
+        total: list[Gradient] = []  # one sum, or nothing if this rank has no part
         for part in self.parts(t):
             with torch.set_grad_enabled(create_graph):
                 weights, divisor, batch = self.examples(part, inputs)
