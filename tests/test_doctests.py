@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import metagrad
+from metagrad.optim import SOAP, Lion, Muon, Shampoo, SparseAdam
 
 ROOT = Path(metagrad.__file__).parents[1]
 MODULES = [info.name for info in pkgutil.walk_packages(metagrad.__path__, "metagrad.")]
@@ -225,3 +226,10 @@ def test_every_method_of_the_literature_names_its_source():
     methods = {value for value in PUBLIC if is_method(value)}
     assert len(methods) > 40
     assert not sorted(value.__name__ for value in methods if section(value, "References") is None)
+
+
+@pytest.mark.parametrize("optimizer", [Lion, Muon, Shampoo, SOAP, SparseAdam])
+def test_an_optimizer_describes_arguments_in_the_words_of_its_rule(optimizer):
+    texts = (section(value, "Args").strip() for value in (optimizer, optimizer.rule))
+    own, of_rule = (set(re.split(r"\n+    (?=\w+:)", text)) for text in texts)
+    assert not {entry for entry in own - of_rule if entry.partition(":")[0] in parameters(optimizer.rule)}
