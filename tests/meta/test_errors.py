@@ -355,7 +355,9 @@ def test_losses_and_models(task_chunk):
             "depends on none of the parameters": run(Constant(2, 3)),
             "depends on none of the parameters.* detach": run(None, lambda p, y: p.detach().mean()),
             "a real loss in floating point, got torch.complex64": run(None, lambda p, y: p.mean() * 1j),
-            r"\(model, loss_fn\): expected a tensor of loss_fn, got 'NoneType'": run(None, lambda p, y: None),
+            r"\(model, loss_fn\): expected a tensor from loss_fn, got 'NoneType'": run(
+                None, lambda p, y: None
+            ),
             r"scalar for each task, got shape \(6, 3\)": run(None, elementwise),
             "at the first inner step: WeightNorm": run(normed),
             "Expected support.x in torch.float32, as the parameters, got torch.float64": run(

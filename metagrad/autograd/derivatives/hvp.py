@@ -214,7 +214,9 @@ def _checked(params: Tree, v: Tree) -> tuple[list[Tensor], list[Tensor]]:
     for name, leaf, weight in zip(names[1], leaves, weights, strict=True):
         expected, got = (tuple(leaf.shape), leaf.dtype), (tuple(weight.shape), weight.dtype)
         if got != expected:
-            refuse(f"hvp(loss_fn, params, v): {name}", f"what its parameter is, {expected}", got)
+            refuse(
+                f"hvp(loss_fn, params, v): {name}", f"the shape and dtype of its parameter, {expected}", got
+            )
     return leaves, weights
 
 

@@ -27,7 +27,7 @@ def check_symmetric(call: str, name: str, operator: LinearMap, products: Rows, *
     with torch.no_grad():
         images = products(pair).detach()
     if images.shape != pair.shape:
-        refuse(f"{call}: {name}", f"rows {tuple(pair.shape)} for such rows", tuple(images.shape))
+        refuse(f"{call}: {name}", f"rows of the shape it receives, {tuple(pair.shape)}", tuple(images.shape))
     if not bool(images.isfinite().all()):
         return  # the solve reports it, with the row and the step
     forth, back = to_list(dot(pair, images.flip(0)))

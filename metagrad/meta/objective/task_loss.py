@@ -158,7 +158,7 @@ class TaskLoss:
     def check_loss(self, loss: object, num_axes: int = 0) -> None:
         """Raise unless ``loss_fn`` returned one floating-point number per task."""
         if not isinstance(loss, Tensor):
-            refuse(f"{self.name}(model, loss_fn)", "a tensor of loss_fn", type(loss).__name__, TypeError)
+            refuse(f"{self.name}(model, loss_fn)", "a tensor from loss_fn", type(loss).__name__, TypeError)
         if loss.ndim != num_axes:
             raise ValueError(
                 f"{self.name}(model, loss_fn): loss_fn must return a scalar for each task, got shape "

@@ -106,5 +106,5 @@ def mask(
         names = (names,) if isinstance(names, str) else tuple(names)
         for name in names:
             if not isinstance(name, str):
-                refuse("mask(rule, names)", "strings or a function of one", name, TypeError)
+                refuse("mask(rule, names)", "parameter names, or a function of a name", name, TypeError)
     return Mask(rule, names, other)

@@ -97,7 +97,7 @@ def test_arguments_are_checked():
         hvp(loss, params, v, x, y, mode="auto")
     with pytest.raises(ValueError, match="v: expected the structure of params"):
         hvp(loss, params, list(v.values()), x, y)
-    with pytest.raises(ValueError, match=r"v\['0.bias'\]: expected what its parameter is, \(\(4,\).*\(5,\)"):
+    with pytest.raises(ValueError, match=r"v\['0.bias'\]: expected the shape and dtype .*\(\(4,\).*\(5,\)"):
         hvp(loss, params, {**v, "0.bias": torch.zeros(5, dtype=torch.float64)}, x, y)
     with pytest.raises(TypeError, match=r"params\['0.bias'\] must be a floating point tensor, got torch"):
         hvp(loss, {**params, "0.bias": torch.zeros(4, dtype=torch.int64)}, v, x, y)

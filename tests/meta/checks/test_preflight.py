@@ -228,7 +228,7 @@ WRONG_INPUTS = [
     (lambda: (chain().requires_grad_(False), F.mse_loss, plain()), {}, "depends on no parameter"),
     (lambda: (chain(), F.mse_loss, torch.ones(3)), {}, r"must be a pair \(x, y\)"),
     (lambda: (chain(), torch.sub, plain()), {}, "must return a scalar for each task, got shape"),
-    (lambda: (chain(), lambda *_: None, plain()), {}, "expected a tensor of loss_fn, got 'NoneType'"),
+    (lambda: (chain(), lambda *_: None, plain()), {}, "expected a tensor from loss_fn, got 'NoneType'"),
     (lambda: (chain(), lambda p, y: p.detach().mean(), plain()), {}, "depends on no parameter"),
 ]
 

@@ -112,7 +112,7 @@ def test_a_mask_with_another_rule_is_both():
 def test_names_that_mean_nothing_are_refused():
     with pytest.raises(ValueError, match=r"init: 'head\.\*' is the name of no parameter; they are \['b'"):
         mask(sgd(0.1), ["w", "head.*"]).init(draw(SHAPES))
-    with pytest.raises(TypeError, match="expected strings or a function of one, got "):
+    with pytest.raises(TypeError, match="expected parameter names, or a function of a name, got "):
         mask(sgd(0.1), [1])  # type: ignore[list-item]
     for bad in (lambda: mask(0.1, "w"), lambda: mask(sgd(0.1), "w", other=0.1)):
         with pytest.raises(TypeError, match=r"rule: expected a rule.*got "):
