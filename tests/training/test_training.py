@@ -396,7 +396,8 @@ def test_a_training_leaves_everything_as_it_was():
     assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
     assert not net.training
     assert not trained.module().training
-    assert torch.equal(trained.module()(torch.ones(2, 12)).sum(), loss)
+    # The module has torch's batch norm, which rounds differently on some CPUs.
+    torch.testing.assert_close(trained.module()(torch.ones(2, 12)).sum(), loss)
 
 
 def test_a_memory_tracker_has_a_phase_for_each_pass_and_step():
