@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Container, Generator, Iterable, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -240,7 +240,14 @@ class _RecordingDict(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         if value is not None and value.requires_grad:
-            is_hidden = not torch.is_grad_enabled() and on_the_stack(torch.autograd.Function.apply)
+            is_hidden = not torch.is_grad_enabled() and on_the_stack(*_forwards(torch.autograd.Function))
             is_reentrant = is_hidden and on_the_stack(CheckpointFunction.forward)
             self.reads.append(Read(self.name, value, value is self.first[name], is_reentrant, is_hidden))
         return value
+
+
+def _forwards(function: type[torch.autograd.Function]) -> Iterator[Callable[..., Any]]:
+    """Yield the ``forward`` of each subclass of a Function. ``Function.apply`` itself may have no Python frame."""
+    for subclass in function.__subclasses__():
+        yield subclass.forward
+        yield from _forwards(subclass)
