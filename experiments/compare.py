@@ -1,7 +1,7 @@
 """Compare runs: `python -m experiments.compare multirun/DATE/TIME [FOLDER ...]` prints a table, draws curves.
 
-A folder is a sweep or a single run. Runs that differ in their seed only are one group, shown as mean and
-standard deviation over seeds. Runs that failed or are unfinished are listed and enter no mean.
+A folder is a sweep or a single run. Runs that differ only in their seed are one group, shown as mean and standard
+deviation over seeds. Failed and unfinished runs are listed, but they are not part of a mean.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Shown(NamedTuple):
 
     Attributes:
         command: The command line.
-        seconds: Its time.
+        seconds: Running time in seconds.
         failure: The message of a program that failed, empty otherwise.
     """
 
@@ -198,7 +198,7 @@ def run(one: Program, folder: Path, children: set[subprocess.Popen[bytes]]) -> S
 
 
 def _failure(folder: Path) -> str:
-    """Return the whole message of a failed program, or else the end of its output."""
+    """Return the whole message of a failed program, or the end of its output if there is no message."""
     if (folder / result.FAILURE).exists():
         return (folder / result.FAILURE).read_text().strip()
     lines = (folder / "gallery.log").read_text(errors="replace").splitlines()

@@ -35,13 +35,13 @@ class Watched:
     """A line of the display of a run.
 
     Attributes:
-        name: Its folder.
+        name: Folder of the run.
         state: Running, stopped, finished, or why it failed.
-        step: How far it is.
-        iterations: The number of iterations. None if the folder does not have it.
-        seconds_left: The time left, from the time of the last steps. None for a run that is not running.
+        step: Number of iterations so far.
+        iterations: Total number of iterations. None if the folder does not record it.
+        seconds_left: Estimated time left, from the speed of the last steps. None for a run that is not running.
         metric: The name of the metric.
-        curve: Steps and values.
+        curve: Steps and values of the metric.
     """
 
     name: str

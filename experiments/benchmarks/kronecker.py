@@ -3,7 +3,7 @@
 A tanh network 32-48-32-10 learns 2,000 random examples that a random teacher labels, by Adam until its loss is at
 most `--loss`. The first table has the steps of conjugate gradients on the damped Gauss-Newton matrix, by
 preconditioner. The right-hand side is the gradient of the loss, and a random vector in the last columns. The second
-table has the correlation of influence scores with the exact ones, averaged over queries.
+table has the correlation of influence scores with exact influence scores, averaged over queries.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a step of an optimizer costs, in gradients: `python -m experiments.benchmarks.optimizers`.
+"""The cost of a step of an optimizer, in gradients: `python -m experiments.benchmarks.optimizers`.
 
 The models are an MLP, a Conv4 and a transformer, at two batch sizes. Before each step the benchmark times a
 gradient (zero_grad, forward, backward) of a copy of the model. The printed value is the median of the ratio over
-rounds. A round is a whole period if steps differ. "-10" in a name means that curvature, roots or bases are updated
-every 10 steps, or that there are at most 10 products with the Hessian. The peak is measured by metagrad's
-MemoryTracker, from the creation of the optimizer to one step after its first period, including its state. It is
-divided by the peak of a gradient. With one thread, times are CPU times.
+rounds. If the cost of steps differs, a round is a whole period. "-10" in a name means that curvature, roots or bases
+are updated every 10 steps, or that there are at most 10 products with the Hessian. The peak is measured by
+metagrad's MemoryTracker, from the creation of the optimizer to one step after its first period, including its state.
+It is divided by the peak of a gradient. With one thread, times are CPU times.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Measured:
 
 
 def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
-    """Run the optimizers in turns, in a new order each round. A gradient is timed before each step."""
+    """Run the optimizers alternately, in a new order each round. A gradient is timed before each step."""
     results = {name: Result() for name in names}
     gradient = gradient_of(work, copy.deepcopy(work.model))
     unit = peak_of(gradient)  # before .grad is there

@@ -261,7 +261,7 @@ def errors(work: Problem, operation: Operation) -> Notes:
 
 
 def measure(work: Problem, operation: Operation, order: int, rounds: int, bad: Notes) -> dict[str, Result]:
-    """Time the methods in turns, in a new order each round, then measure the memory of each."""
+    """Time the methods alternately, in a new order each round, then measure the memory of each method."""
     results = {name: Result(note=bad.get((name, order), "")) for name in operation.methods}
     runs: dict[str, Run] = {}
     for name, method in operation.methods.items():

@@ -21,7 +21,7 @@ def data_file(name: str) -> Path:
 
 
 def command_of(module: str) -> str:
-    """Return how a program is started: by `metagrad` where a wheel installed it, by `python -m` in a checkout."""
+    """Return the command of a program: `metagrad NAME` if installed by a wheel, `python -m MODULE` in a checkout."""
     is_installed = Path(__file__).parents[2].name == "metagrad_experiments"
     return f"metagrad {module.removeprefix('experiments.')}" if is_installed else f"python -m {module}"
 
@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file. It is on the disk when this function returns.
+    """Write a file, and wait until it is on the disk.
 
     Raises:
         OSError: The file cannot be written. The message names it.

@@ -1,6 +1,7 @@
 """`--help` of a program: a sentence for each of its groups and keys, with the values that the command line composes.
 
-The sentence of a key is in the metadata of its field. For an argument of a target, it is in the target's docstring.
+The sentence of a key is in the metadata of its field. The sentence of an argument of a target is in the target's
+docstring.
 """
 
 from __future__ import annotations

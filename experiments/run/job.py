@@ -130,7 +130,7 @@ def seed_everything(seed: int, threads: int | None, *, anomaly: bool = False) ->
 def failures_reported(folder: Path, log: logging.Logger) -> Iterator[None]:
     """Write the error of a job into its log, with the traceback, and into its folder.
 
-    If the folder holds an earlier run that this run has not claimed, nothing is written into it.
+    If the folder holds another, earlier run, nothing is written into it.
 
     Raises:
         RunError: Raised instead of an error that the user's input or the machine explains.

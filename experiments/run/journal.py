@@ -23,7 +23,7 @@ MEMORY = "memory.txt"
 
 
 class Silent:
-    """Receive what a run records, and write nothing: of the processes of a run, all but the first."""
+    """The journal of all processes of a run except the first, which receives the records and writes nothing."""
 
     mirror = Mirror()
 
@@ -37,7 +37,7 @@ class Silent:
         """Receive a state to resume from."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the metrics that are written: none."""
+        """Return no metrics, since none are written."""
         return []
 
 
@@ -50,7 +50,7 @@ class Journal(Silent):
     Args:
         folder: The run folder.
         mirror: The mirror, which receives the same values.
-        until: The step the run starts from.
+        until: Initial step of the run.
     """
 
     def __init__(self, folder: Path, mirror: Mirror, *, until: int) -> None:

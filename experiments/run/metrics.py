@@ -18,7 +18,7 @@ class JsonLines:
 
     Args:
         path: The file.
-        until: Keep rows up to this `step` and drop later ones, for a resumed run. 0 starts an empty file.
+        until: Keep rows up to this `step` and drop later rows, for a resumed run. 0 starts an empty file.
     """
 
     def __init__(self, path: Path, *, until: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""How far work has come, and the time left: a bar in a terminal, lines on standard error elsewhere.
+"""Progress and time left: a bar in a terminal, lines on standard error elsewhere.
 
 Standard output is only for tables, so that `python -m experiments.benchmarks.maml > bench.txt` writes only these.
 """
@@ -26,7 +26,7 @@ class Lines:
         self._due, self._shown, self._last = time.monotonic() + FIRST, "", ""
 
     def write(self, text: str) -> None:
-        """Take what a bar writes: the bar many times, blanks that clear it, and a line feed at the end."""
+        """Receive the text of a bar: the bar many times, blanks that clear the bar, and a line feed at the end."""
         self._last = text.strip() or self._last
         is_last = text == "\n" and self._shown
         if self._last != self._shown and (is_last or time.monotonic() >= self._due):

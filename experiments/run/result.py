@@ -39,7 +39,7 @@ def judge(run: Run) -> dict[str, Any]:
 
 
 def protocol(run: Run) -> dict[str, Any]:
-    """Return the settings that a comparison with another result needs."""
+    """Return the settings that must be known to compare the result with another result."""
     config, model = run.config, run.parts.model
     batch_norm = any(isinstance(module, NORMS) for module in model.modules())
     policy = POLICIES[getattr(run.parts.algorithm, "norm", None)]

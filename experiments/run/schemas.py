@@ -96,7 +96,7 @@ def schema_of(
         target: Its dotted name.
         base: The schema that it extends.
         types: Types of keys by the first word of an annotation.
-        other: The type of the other keys. None leaves them out.
+        other: The type of the other keys. None omits these keys.
         without: Arguments that have no key.
         defaults: Defaults, if they differ from the defaults of the class.
     """

@@ -32,7 +32,7 @@ class Interrupted(KeyboardInterrupt):
 
 PASSED_ON = 1.0
 """Seconds within which the same signal counts once. A cluster may signal every process of a job, including torchrun,
-which passes the signal on. A second SIGINT comes from a person and counts."""
+which passes the signal on. A second SIGINT is from a person, so it always counts."""
 
 
 @dataclass
@@ -48,7 +48,10 @@ _deferred: Deferred | None = None
 
 @contextlib.contextmanager
 def signals_raised() -> Iterator[None]:
-    """Raise `Interrupted` when a signal arrives. Only the main thread can, so other threads ignore signals."""
+    """Raise `Interrupted` when a signal arrives.
+
+    Only the main thread can handle signals, so other threads ignore them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -7,12 +7,12 @@ with and without defenses.
 .. math:: \max_{A'} \; \mathcal{L}_{\text{atk}}(\theta_T(A'), A'), \qquad
           \theta_{t+1} = \theta_t - \alpha \nabla_\theta \mathcal{L}_{\text{train}}(\theta_t, A')
 
-The surrogate is the linear graph network :math:`\hat A^2 X W`. The attack drives it away from the labels that it
-gives to the unlabelled nodes of the clean graph (Meta-Self). Each meta-gradient flips one edge: the one that
-raises the loss most to first order. Zügner, Günnemann, "Adversarial attacks on graph neural networks via meta
-learning", ICLR 2019, algorithm 2, without its test of the degree distribution. The candidates are the edges and a
-block of other pairs. After each flip the better half of the block stays and the rest is drawn again (Geisler et al.,
-NeurIPS 2021, section 3). So memory grows with the candidates, not with all pairs of nodes.
+The surrogate is the linear graph network :math:`\hat A^2 X W`. The attack maximizes the loss of the surrogate on its
+own predictions for the unlabeled nodes of the clean graph (Meta-Self). Each meta-gradient flips the edge that raises
+the loss most to first order. Zügner, Günnemann, "Adversarial attacks on graph neural networks via meta learning",
+ICLR 2019, algorithm 2, without its test of the degree distribution. The candidates are the edges and a block of
+other pairs. After each flip the better half of the block stays and the rest is drawn again (Geisler et al., NeurIPS
+2021, section 3). So memory grows with the candidates, not with all pairs of nodes.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ class AttackConfig(StudyConfig):
 
 
 class Metattack:
-    """A graph whose edges are flipped in turn. ``block`` is the number of candidate pairs without an edge."""
+    """A graph whose edges are flipped, one edge at a time.
+
+    ``block`` is the number of candidate pairs without an edge.
+    """
 
     def __init__(self, graph: Citations, surrogate: Surrogate, *, block: int, seed: int) -> None:
         self.graph, self.surrogate, self.block = graph, surrogate, block
@@ -185,7 +188,7 @@ def rows(matrix: Any, nodes: Tensor) -> Any:
 
 
 def is_last(pairs: Tensor, nodes: int) -> Tensor:
-    """Return for each pair whether one of its nodes has no other edge."""
+    """Return for each edge whether it is the last edge of a node."""
     degrees = pairs.flatten().bincount(minlength=nodes)
     return (degrees[pairs] == 1).any(1)
 

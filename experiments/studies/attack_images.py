@@ -2,8 +2,8 @@ r"""Attack images and defend them: `python -m experiments.studies.attack_images 
 
 Networks learn characters of Omniglot with a defense: a penalty on derivatives of the loss with respect to the image,
 adversarial training, or none. First-order attacks and Newton's method then search for adversarial examples in the box
-of images that differ by at most epsilon in each pixel. Cost is counted in gradients: one pass forwards and backwards
-to the input is one gradient, and a Hessian-vector product is two.
+of images that differ by at most epsilon in each pixel. Cost is counted in gradients. A forward and backward pass
+with respect to the input is one gradient, and a Hessian-vector product counts as two gradients.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def load(alphabets: int, characters: int, wrong: float, is_white: bool, seed: in
 
 
 def _members(alphabets: int, characters: int, generator: torch.Generator) -> Tensor:
-    """Draw alphabets that have enough characters, and characters of each: `[alphabets, characters]`."""
+    """Draw alphabets with enough characters, and draw characters of each alphabet: `[alphabets, characters]`."""
     places: dict[str, list[int]] = {}
     for place, character in enumerate(SPLITS[SPLIT].characters):
         places.setdefault(character.alphabet, []).append(place)
@@ -199,7 +199,7 @@ def weighted(data: Data, penalty: float) -> Callable[[Params, Any], Tensor]:
 
 
 def hypergradients(terms: int) -> dict[str, HypergradientMethod]:
-    """Return the hypergradient methods. All methods with products or steps take the same number."""
+    """Return the hypergradient methods. All methods take the same number of products or steps."""
     return {
         "CG": CG(steps=terms),
         "Neumann": Neumann(steps=terms, scale=LR),
@@ -454,7 +454,7 @@ def check(config: CleanConfig) -> None:
 
 
 def cells(config: CleanConfig) -> list[Cell]:
-    """Return the references and the chosen ways of learning weights, each with every seed."""
+    """Return the references and the chosen methods that learn weights, each with every seed."""
     runs = {name: partial(reference, config=config, name=name) for name in REFERENCES}
     runs |= {name: partial(learned, config=config, name=name) for name in config.methods}
     return [Cell(name, seed, run) for name, run in runs.items() for seed in config.seeds]

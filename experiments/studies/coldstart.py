@@ -161,7 +161,7 @@ class Biases:
 def fit_biases(
     ratings: dict[str, Tensor], lecturers: int, penalties: tuple[float, float], sweeps: int = 10
 ) -> Biases:
-    """Fit the biases of students and lecturers in turns, by penalized least squares."""
+    """Fit the biases of students and lecturers alternately, by penalized least squares."""
     scores = ratings["score"].float()
     mean = scores.mean()
     sides = ratings["student"].unique(return_inverse=True)[1], ratings["lecturer"]
@@ -349,7 +349,7 @@ def synthetic(config: ColdStartConfig, rows: int, generator: torch.Generator) ->
 
 
 def dense_mib(config: ColdStartConfig, name: str, rows: int) -> float:
-    """Return the approximate MiB of dense tables in a meta-step. MAML has one for each student and inner step."""
+    """Return the approximate MiB of dense tables in a meta-step. MAML has a table for each student and inner step."""
     copies = config.students * (STEPS + 1) if name == "maml" else 3
     return copies * rows * (WIDE + 3) * 4 / 2**20
 

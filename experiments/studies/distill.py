@@ -51,7 +51,7 @@ TITLES = {"mlp": "64 hidden units", "convnet": "ConvNet"}
 
 @dataclass
 class DistillConfig(StudyConfig):
-    """A seed draws the real images that everything begins with, and all networks."""
+    """A seed determines the initial real images and all networks."""
 
     classes: int = key("Alphabets, those with most characters.", least=2)
     per_class: int = key("Images of each in a small set.")

@@ -137,7 +137,7 @@ class Run(NamedTuple):
 
 
 def at_once(compute: Callable[[], Any]) -> Run:
-    """Return a run that holds nothing in between."""
+    """Return a run that holds no objects between its two parts."""
     return Run(lambda: None, lambda _: compute())
 
 
@@ -293,7 +293,7 @@ def ways(steps: int) -> dict[str, dict[str, Callable[[Task], Run]]]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a row-sparse tensor as a dense one."""
+    """Return a row-sparse tensor as a dense tensor."""
     return tensor.to_dense() if isinstance(tensor, RowSparse) else tensor
 
 
@@ -331,7 +331,7 @@ def task_of(config: OverheadConfig, model: str, seed: int) -> Task:
 def measured(
     task: Task, found: Sequence[tuple[str, str, Any]], rounds: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Measure the memory of each method, and then the time of all in turns."""
+    """Measure the memory of each method, and then the time of all methods alternately."""
     rows, exact, runs = [], {}, []
     for quantity, technique, make in Progress(found, unit="method", leave=False):
         row = {"quantity": quantity, "technique": technique, "seconds": []}

@@ -120,7 +120,7 @@ def _sent(parameters: int, touched: int) -> tuple[int, float]:
 
 
 def _speed(steps: int) -> Speed:
-    """Time outer steps of one process and of all processes in turns, and return medians."""
+    """Time outer steps of one process and of all processes alternately, and return medians."""
     torch.manual_seed(0)
     x, y = torch.randn(TASKS, 25, 1, 28, 28), torch.arange(5).repeat(TASKS, 5)
     batch = Batch(Examples(x[:, :5], y[:, :5]), Examples(x, y))

@@ -1,7 +1,8 @@
 """A study: cells that are computed once, and a page and figures of their results.
 
-A program of this form is a schema and three functions: one lists its cells, one writes the page, one draws. The same
-command goes on where it ended: a cell that has its result is not run again. In the folder of the study:
+A program of this form is a schema and three functions, which list the cells, write the page and draw the figures.
+The same command resumes an interrupted study, since cells with a result do not run again. In the folder of the
+study:
 
     NAME/SEED/result.json  the result of a cell, and its other files
     STUDY.md, *.png        the page and the figures, written again after every cell

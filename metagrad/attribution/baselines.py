@@ -23,8 +23,8 @@ class TracIn:
 
     .. math:: -\sum_c \frac{T \eta_c}{C n} \langle \nabla m_j(\theta_c), \nabla \ell_i(\theta_c) \rangle
 
-    The checkpoints are evenly spaced, and the last one is the trained model. :math:`\eta_c` is the learning rate of
-    the functional optimizer if it is a number for each step, and 1 in other cases. It is a method of
+    The checkpoints are evenly spaced, and the last checkpoint is the trained model. :math:`\eta_c` is the learning
+    rate of the functional optimizer if it is a number for each step, and 1 in other cases. It is a method of
     :func:`~metagrad.attribution.attribute`.
 
     Attributes:
@@ -118,7 +118,7 @@ class Influence:
     Attributes:
         damping: :math:`\gamma`.
         max_steps: Maximum number of steps for each metric.
-        fisher: The labels of EK-FAC, as for :func:`metagrad.kfac`. ``"empirical"`` takes any loss.
+        fisher: The labels of EK-FAC, as for :func:`metagrad.kfac`. ``"empirical"`` accepts any loss.
         method: Method of :func:`metagrad.influence`.
 
     References:

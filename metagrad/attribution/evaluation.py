@@ -20,7 +20,7 @@ _FAR = 0.2
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Evaluation:
-    """A number between -1 and 1 with its 95 % confidence interval. :func:`lds` returns one.
+    """A number between -1 and 1 with its 95 % confidence interval. :func:`lds` returns it.
 
     Attributes:
         name: Name of the measurement.
@@ -174,7 +174,7 @@ def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
         wrong: True for each wrong example, ``[n]``.
 
     Raises:
-        ValueError: The shapes differ, or all examples are of one kind.
+        ValueError: The shapes differ, or ``wrong`` has the same value for all examples.
 
     Example:
         >>> metagrad.attribution.auc(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([True, False, False])).value
@@ -223,7 +223,7 @@ def metasmoothness(
     Args:
         training: The training.
         metrics: The function of :func:`metagrad.attribute`.
-        scores: Scores, to compute the slope error. The trainings begin at their weights.
+        scores: Scores, to compute the slope error. Then w are the weights of the scores.
         h: Length of a change of each weight.
         seed: Seed of the direction.
 

@@ -1,4 +1,4 @@
-"""Many trainings with different weights of the examples, as one training of stacked parameters."""
+"""Train many times with different example weights, as one training of stacked parameters."""
 
 from __future__ import annotations
 

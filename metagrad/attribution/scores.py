@@ -86,7 +86,8 @@ class Replay:
     """The exact derivative through the training, for all metrics in one sweep: the default of :func:`attribute`.
 
     Attributes:
-        chunk: Maximum number of metrics in a sweep. Every further sweep repeats the training. None takes all at once.
+        chunk: Maximum number of metrics in a sweep. Every further sweep repeats the training. None differentiates
+            all metrics in one sweep.
 
     References:
         Ilyas, Engstrom, "MAGIC: Near-optimal data attribution for deep learning", arXiv:2504.16430.

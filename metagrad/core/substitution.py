@@ -217,7 +217,7 @@ def refuse_hidden(call: str, reads: Iterable[Read], without: Container[int]) -> 
     """Raise ``ValueError`` if an ``autograd.Function`` hides parameters from the graph.
 
     Args:
-        call: How the error names the caller.
+        call: Name of the caller in the error message.
         reads: The reads of the forward pass.
         without: The ids of parameters that have no gradient.
     """

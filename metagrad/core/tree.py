@@ -164,8 +164,8 @@ def detached(tree: Tree) -> Tree:
 def with_fresh_views(new: Params, old: Params) -> Params:
     """Return new parameters, with a view of each one that is a tensor of ``old``.
 
-    Other new parameters can depend on that tensor. A gradient with respect to the view is a partial derivative.
-    Compiled code has partial derivatives anyway.
+    Other new parameters can depend on that tensor. A gradient with respect to the view is a partial derivative,
+    which excludes that dependence. Compiled code has partial derivatives anyway.
     """
     if torch.compiler.is_compiling():
         return new

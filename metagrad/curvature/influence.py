@@ -83,8 +83,9 @@ def influence(
         loss_fn: As for :func:`ggn`.
         params: The parameters, as for :func:`ggn`.
         train: The training examples, one batch ``(x, y)`` or batches. The first dimension counts examples.
-        queries: Batches whose examples are the queries. Or a function of the parameters that returns one measurement
-            for each query, such as a margin. None is the influence of each training example on its own loss.
+        queries: Batches whose examples are the queries. A function of the parameters that returns one measurement
+            for each query, such as a margin, is also accepted. None means that each training example is its own
+            query.
         damping: The number :math:`\gamma`, 0 or more.
         preconditioner: An operator of :func:`kfac` on the same parameters, or a preconditioner of :func:`solve`.
         method: The method.
@@ -92,8 +93,8 @@ def influence(
         reduction: As for :func:`ggn`.
 
     Raises:
-        ValueError: As for :func:`ggn`. Also if a batch norm is in training mode, the queries do not depend on the
-            parameters, or the preconditioner has other parameters.
+        ValueError: As for :func:`ggn`. It is also raised if a batch norm is in training mode, the queries do not
+            depend on the parameters, or the preconditioner has other parameters.
         SolveError: The matrix is singular or indefinite.
 
     Example:

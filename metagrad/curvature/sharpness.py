@@ -64,14 +64,14 @@ class Sharpness:
     for an update :math:`d` of parameters :math:`w`. A reading costs three forward passes and two copies of
     the parameters. It needs no second derivatives, so it works with fused attention. Parameters, buffers and
     random numbers are bitwise identical to a run without the watch. All evaluations draw the same random
-    numbers. A step that moves nothing, such as one that a GradScaler skips, has no reading.
+    numbers. A step that changes no parameter, such as a step that a GradScaler skips, has no reading.
 
     Parameters in half precision have steps below the rounding error. Their curvature is NaN.
 
     Args:
         optimizer: The optimizer. Two hooks stay on it until :meth:`close`.
-        loss: Called without arguments. Returns the loss of the present batch, or of a fixed one, without a backward
-            pass.
+        loss: Called without arguments. It returns the loss of the current batch or of a fixed batch, without a
+            backward pass.
         every: Number of steps from one reading to the next. The first step has a reading.
         critical: Search for the critical step, by about 5 to 15 more forward passes.
         top: Compute the largest eigenvalue of the Hessian, by Hessian-vector products.
@@ -128,7 +128,7 @@ class Sharpness:
 
     @property
     def last(self) -> Reading:
-        """The last reading. Raises ``IndexError`` before the first one."""
+        """The last reading. Raises ``IndexError`` if there is no reading yet."""
         return self.history[-1]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Exact averages of gradients over ranks. Dense gradients use buckets, row-sparse gradients exchange rows."""
+"""Exact averages of gradients over ranks, in buckets if dense and by an exchange of rows if row-sparse."""
 
 from metagrad.distributed.gradients import Traffic, average_buffers, average_gradients
 

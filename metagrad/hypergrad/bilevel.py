@@ -86,9 +86,9 @@ def bilevel(
         steps: Number of outer steps.
         inner_steps: Number of inner steps for each outer step, 0 or more. ``Unroll`` takes its own steps in
             addition.
-        method: The hypergradient method. None is ``CG()``.
-        warm_start: Start each outer step from the parameters and optimizer state of the last one. Otherwise start
-            again from ``params``.
+        method: The hypergradient method. None means ``CG()``.
+        warm_start: Start each outer step from the parameters and optimizer state of the last outer step. Otherwise
+            start again from ``params``.
         inner_batches: Batches of the inner loss, one for each inner step, repeated as needed. The hypergradient uses
             the next batch.
         outer_batches: Batches of the outer loss, one for each outer step, repeated as needed.

@@ -24,7 +24,7 @@ class FiniteDifference:
         \frac{\nabla_\lambda g(\phi^+, \lambda) - \nabla_\lambda g(\phi^-, \lambda)}{2 \epsilon}, \qquad
         \phi^\pm = \phi \pm \epsilon \, \nabla_{\phi'} f(\phi', \lambda)
 
-    It costs four gradients, or one if ``lr`` is 0, and no second derivative. Its error relative to
+    It costs four gradients, or one gradient if ``lr`` is 0, and no second derivative. Its error relative to
     ``FirstOrder(scale=lr)`` is of the order :math:`\epsilon^2`, plus rounding errors over :math:`\epsilon`. For a
     quadratic inner loss only rounding errors remain.
 

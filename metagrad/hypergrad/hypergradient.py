@@ -44,7 +44,7 @@ def hypergradient(
             Only the stored values of a :class:`~metagrad.sparse.SparseTensor` are parameters. All parameters are
             treated as constants.
         hyper: The hyperparameters: a dict, or another pytree, of floating point tensors or SparseTensors.
-        method: A row of the table. None is ``CG()``.
+        method: A row of the table. None means ``CG()``.
         create_graph: Make the derivative differentiable with respect to ``hyper``. ``Unroll`` supports any order, and
             ``CG`` and ``Exact`` support one more derivative. Every other method raises.
 
@@ -53,8 +53,8 @@ def hypergradient(
 
     Raises:
         ValueError: A loss is not a scalar, or neither loss depends on a part of ``hyper``. The inner loss does not
-            depend on a parameter. An operation has no derivative or an incorrect one. The method does not support
-            ``create_graph``.
+            depend on a parameter. An operation has no derivative or an incorrect derivative. The method does not
+            support ``create_graph``.
         TypeError: ``params`` or ``hyper`` has an entry that is not a floating point tensor.
         SolveError: The Hessian of the inner loss is not positive definite, or a product with it is not finite.
 

@@ -29,7 +29,7 @@ class CG(ImplicitMethod):
     Args:
         steps: Maximum number of products, 1 or more.
         damping: The number :math:`\mu`, 0 or more. It makes an indefinite Hessian definite, and biases u.
-        rtol: Residual at which fewer steps are enough, relative to :math:`\nabla_\phi f`.
+        rtol: The iteration stops early if its residual is at most this number, relative to :math:`\nabla_\phi f`.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -79,7 +79,8 @@ class Neumann(ImplicitMethod):
     Args:
         steps: The number k of terms, 1 or more.
         scale: The factor :math:`\alpha`. It must be below 2 over the largest eigenvalue. Otherwise the series
-            diverges, which raises. None is 1 over the largest eigenvalue of all tasks, estimated by 10 products.
+            diverges, which raises an error. None means 1 over the largest eigenvalue of all tasks, estimated by 10
+            products.
         damping: The number :math:`\mu`, 0 or more.
 
     Raises:

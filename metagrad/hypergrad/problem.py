@@ -63,7 +63,7 @@ class Problem:
     Attributes:
         outer_loss: ``outer_loss(params, hyper)``, a scalar.
         inner_loss: ``inner_loss(params, hyper)``, a scalar. Deterministic.
-        params: Parameters by name, constants: the minimum of the inner loss, or the start of steps.
+        params: Parameters by name, constants: the minimum of the inner loss, or the start of unrolled steps.
         hyper: A pytree of the hyperparameters.
         create_graph: Make the derivative differentiable.
 

@@ -96,7 +96,7 @@ class AdaptedModel:
         steps: The number of inner steps of each task before it stopped, ``[tasks]``, int64.
         skipped: Whether each task has no gradient because of NaN or Inf, ``[tasks]``, bool.
         predict: ``predict(params, inputs)`` calls the model with given parameters, ``[tasks, ...]`` each.
-        rows: The rows of each table of ``MAML(..., sparse=)`` that ``params`` holds, ``[tasks, R]``.
+        rows: Indices of the rows that ``params`` holds, ``[tasks, R]``, for each table of ``MAML(..., sparse=)``.
     """
 
     params: Params

@@ -56,7 +56,7 @@ class MAML(nn.Module):
 
     All tasks of a batch run together. The forward pass is vectorized over tasks with :func:`torch.vmap`, and one
     backward pass computes all gradients. Models that ``torch.vmap`` does not support run task by task, with one
-    warning. Examples are an LSTM, running statistics, backward hooks, and a ``forward`` that changes buffers or
+    warning. Obstacles are an LSTM, running statistics, backward hooks, and a ``forward`` that changes buffers or
     attributes. Convolutions on a CPU also run task by task, because that is faster. To decide this, a new model is
     called up to three times on one task of the first batch.
 
@@ -95,15 +95,15 @@ class MAML(nn.Module):
               current set.
         compile: Whether to compile. Up to five small inner steps and the query loss are compiled as one function.
             Otherwise one inner step and the query loss are compiled, for any number of steps. A dict holds the
-            arguments of ``torch.compile``. Models that cannot be compiled run eagerly, with one warning. Examples
+            arguments of ``torch.compile``. Models that cannot be compiled run eagerly, with one warning. Obstacles
             are hooks, custom autograd Functions, running statistics, ``norm``, ``sparse``, and inputs or outputs
             that are not single tensors. The meta-gradient of large compiled steps cannot be differentiated again.
         **options: ``sparse``, ``task_chunk``, ``nonfinite``, ``truncate`` and ``tolerance``, see
             :class:`metagrad.meta.Options`. They are also attributes.
 
     Raises:
-        ValueError: If an argument is out of range, or no parameter of the model requires grad. Also if ``norm`` does
-            not fit the model, or ``adapt`` or ``sparse`` has an unknown name.
+        ValueError: If an argument is out of range, or no parameter of the model requires grad. It is also raised if
+            ``norm`` does not fit the model, or ``adapt`` or ``sparse`` has an unknown name.
         TypeError: If an argument has another type, or is unknown.
 
     Example:

@@ -1,4 +1,4 @@
-"""The further keyword arguments of MAML, and errors for unknown ones."""
+"""The further keyword arguments of MAML, and errors for unknown arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Options:
-    """How :class:`MAML` runs tasks and stops their steps: its further keyword arguments.
+    """Further keyword arguments of :class:`MAML`, which control how it runs tasks and stops their steps.
 
     Args:
         sparse: Names of embedding tables ``[V, D]``. Each task adapts only the rows that its examples use. The

@@ -1,4 +1,4 @@
-"""Optimizers: functional ones, for inner loops that are differentiated through, and their ``torch.optim`` forms."""
+"""Optimizers: functional optimizers for differentiable inner loops, and their ``torch.optim`` forms."""
 
 from metagrad.optim import rules
 from metagrad.optim.first_order.lion import Lion

@@ -16,7 +16,10 @@ from metagrad.optim.rule import Hyperparameter
 
 
 def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, below: float = math.inf) -> None:
-    """Raise an error for a value of an unknown form, or a number outside of [0, below). Tensors are not checked."""
+    """Raise an error for an unsupported type, or a number outside of [0, below).
+
+    Values of tensors are not checked.
+    """
     if isinstance(value, Tensor):
         if value.ndim > 1:
             raise ValueError(

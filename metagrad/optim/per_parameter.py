@@ -124,7 +124,10 @@ def check_real(call: str, key: str, param: Tensor) -> None:
 
 
 def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: bool = False) -> Params:
-    """Return the gradients in the order of ``params``. Raise an error for missing and unsupported sparse ones."""
+    """Return the gradients in the order of ``params``.
+
+    Raise an error for missing and unsupported sparse gradients.
+    """
     for key in params:
         gradient = grads.get(key)
         if gradient is None:
@@ -141,7 +144,7 @@ def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: b
 
 
 def _by_name(params: Params, rows: Sequence[Iterable[Any]], pattern: Iterable[object | None]) -> list[Any]:
-    """Turn the values of each parameter into a dict for each slot. A slot is None if the pattern has None."""
+    """Convert the values of each parameter to a dict for each slot. A slot is None if the pattern has None."""
     wanted = list(pattern)
     columns = list(zip(*rows, strict=True)) or [()] * len(wanted)
     return [

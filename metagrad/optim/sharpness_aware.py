@@ -20,7 +20,9 @@ _CALL = "sharpness_aware(loss_fn, params)"
 def sharpness_aware(
     loss_fn: Callable[..., Tensor], params: Tree, *args: Tree, rho: float | Tensor = 0.05, order: int = 1
 ) -> Tensor:
-    r"""Evaluate a loss one step uphill. Its gradient is the gradient of sharpness-aware minimization (SAM).
+    r"""Evaluate a loss after one step uphill.
+
+    The gradient of this loss is the gradient of sharpness-aware minimization (SAM).
 
     .. math:: L_{\mathrm{SAM}}(\theta) = L(\theta + \epsilon), \qquad
               \epsilon = \rho \, \frac{\nabla L(\theta)}{\| \nabla L(\theta) \|}
@@ -46,7 +48,7 @@ def sharpness_aware(
 
     Raises:
         ValueError: ``order`` or ``rho`` is out of its range, or the loss does not use a parameter. With ``order=2``,
-            also if torch has no second derivative of an operation, or a wrong one.
+            it is also raised if torch has no second derivative of an operation, or an incorrect second derivative.
         TypeError: A gradient is sparse, since a step uphill would be as large as its table.
 
     Example:

@@ -30,6 +30,6 @@ def check_generator(call: str, generator: torch.Generator | None, device: torch.
 
 
 def check_float_dtype(call: str, dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` unless the data type is a floating one."""
+    """Raise ``ValueError`` unless the dtype is a floating-point dtype."""
     if not dtype.is_floating_point:
         raise ValueError(f"{call}: dtype must be a floating-point type such as torch.float32, got {dtype}.")

@@ -1,8 +1,9 @@
 """The columns of a table: one parser for CSV files, mappings and data frames.
 
 A column holds integers, floats, dates or text. Typed entries keep their type. The fields of a CSV file are text.
-Text is stripped. It is parsed only if its use needs numbers or if its type is declared. In both cases every entry
-must match the pattern of the type. Ids such as ``007`` and ``1_11`` therefore stay as they are written.
+Text is stripped. A text column is parsed only if the column is used as numbers or if its type is declared. In both
+cases every entry must match the pattern of the type. Ids such as ``007`` and ``1_11`` therefore stay as they are
+written.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Table:
     """Columns of one length, which are parsed when they are used.
 
     Args:
-        call: How errors begin.
+        call: Name of the caller in error messages.
         columns: Entries of each column by its name, [rows].
         row: Returns how errors name a row.
     """

@@ -150,7 +150,7 @@ class Groups:
         Args:
             groups: Numbers of groups, [...].
             count: Number of members to draw from each group, at most the size of the largest group.
-            generator: Source of random numbers. None is torch's global generator.
+            generator: Source of random numbers. None means torch's global generator.
 
         Returns:
             Positions of the items, [..., count] int64.
@@ -170,7 +170,7 @@ def draw_distinct(sizes: Tensor, largest: int, count: int, generator: torch.Gene
         sizes: [...], int64.
         largest: Upper bound of the sizes.
         count: Number of integers to draw for each size.
-        generator: Source of random numbers. None is torch's global generator.
+        generator: Source of random numbers. None means torch's global generator.
 
     Returns:
         [..., count] int64.

@@ -56,9 +56,11 @@ class Examples(NamedTuple):
         """Return the examples on a device and in a floating-point type, as `Tensor.to` does.
 
         Args:
-            device: Device of the result. None keeps the device of each tensor. A dtype is allowed in its place.
+            device: Device of the result. None keeps the device of each tensor. A dtype in place of the device is
+                also accepted.
             dtype: Type of the floating-point tensors of the result. Labels and ids keep their integer type.
-            non_blocking: True to copy asynchronously if possible. Tensors in pinned memory are always copied so.
+            non_blocking: True to copy asynchronously if possible. Tensors in pinned memory are always copied
+                asynchronously.
 
         Returns:
             New examples. A tensor that needs no change is not copied.
@@ -128,7 +130,7 @@ class Batch(NamedTuple):
         ranks must draw the same batch, from generators in the same state.
 
         Args:
-            group: Process group. None is the default group. Without one the share is the whole batch.
+            group: Process group. None means the default group. Without a process group the share is the whole batch.
 
         Raises:
             ValueError: There are fewer tasks than ranks.
@@ -179,7 +181,7 @@ class TaskDistribution(Protocol):
 
         Args:
             num_tasks: Length of the first axis of every tensor of the batch.
-            generator: Source of random numbers on the device of the tasks. None is torch's global generator.
+            generator: Source of random numbers on the device of the tasks. None means torch's global generator.
 
         Returns:
             The batch.

@@ -64,8 +64,8 @@ class Tabular:
         missing: `"raise"` raises an error if a value is missing in a column that is used, `"skip"` leaves the row
             out.
         column_types: Types of columns by name: `"integer"`, `"float"`, `"date"` (such as `2024-03-01`) or `"text"`.
-        device: Device of the table. None is torch's default device.
-        dtype: Floating-point type. None is torch's default type.
+        device: Device of the table. None means torch's default device.
+        dtype: Floating-point type. None means torch's default type.
 
     Attributes:
         tasks: Values of the task column that tasks are drawn from.
@@ -147,10 +147,10 @@ class Tabular:
 
         Args:
             num_tasks: Number of tasks.
-            generator: Source of random numbers on the device of the tasks. None is torch's global generator.
+            generator: Source of random numbers on the device of the tasks. None means torch's global generator.
 
         Returns:
-            A batch of `shots` support rows and `queries` query rows per task. No row is in both.
+            A batch of `shots` support rows and `queries` query rows per task. No row is in both support and query.
 
         Raises:
             ValueError: num_tasks is below one, or the generator is on another device.

@@ -32,7 +32,7 @@ MEANS: frozenset[Callable[..., Tensor]] = frozenset(
 """The losses of torch whose mean can be split into the losses of single examples."""
 
 _CLASSES = (F.cross_entropy, F.nll_loss)
-"""The losses with class weights and ignored targets."""
+"""The losses that accept class weights and an index of ignored targets."""
 
 
 def example_losses(loss_fn: LossFn, output: Tree, target: Tree, count: int, *, whole: bool) -> Tensor:
@@ -43,7 +43,7 @@ def example_losses(loss_fn: LossFn, output: Tree, target: Tree, count: int, *, w
         output: Output of the model.
         target: Second argument of the loss.
         count: Number of examples.
-        whole: True if the batch is a whole mini-batch. Ignored targets and class weights need it.
+        whole: True if the batch is a whole mini-batch, which ignored targets and class weights require.
 
     Raises:
         ValueError: The loss function returns something else.

@@ -380,7 +380,7 @@ def vjp(
 def _batched(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], count: int
 ) -> Cotangents:
-    """Multiply all cotangents in one backward pass, or in turn if an operation cannot be batched."""
+    """Multiply all cotangents in one backward pass, or sequentially if an operation cannot be batched."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*performance drop")
         try:

@@ -22,7 +22,7 @@ class Stream:
 
     Args:
         size: Number of examples.
-        batch_size: Examples in a mini-batch. The last one of an epoch can be smaller.
+        batch_size: Examples in a mini-batch. The last mini-batch of an epoch can be smaller.
         steps: Number of steps.
         seed: Seed of the order.
         order: Indices of the examples of each step, ``[steps, batch]``, instead of the shuffled order.

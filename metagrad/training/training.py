@@ -38,14 +38,14 @@ class Training:
     .. math:: \theta_{t+1} = \mathrm{update}\Big(\theta_t, \nabla_\theta \frac{1}{B} \sum_{i \in b_t} w_i \,
               \ell_i(\theta_t)\Big)
 
-    The order of the examples and all random numbers are functions of the seed and the step. The model trains in the
-    modes that its modules have now. Running statistics of batch norms are part of the state, so a metric in
-    evaluation mode has the correct derivative.
+    The order of the examples and all random numbers are functions of the seed and the step. The modules train in the
+    modes (training or evaluation) that they have at construction. Running statistics of batch norms are part of the
+    state, so a metric in evaluation mode has the correct derivative.
 
     Args:
         model: A module in training mode. Its parameters that require grad are trained.
-        loss_fn: ``loss_fn(output, y)`` returns one loss for each example, ``[batch]`` or ``[batch, ...]``. Or
-            it returns the mean from a loss of ``torch.nn.functional``, such as ``F.cross_entropy``.
+        loss_fn: ``loss_fn(output, y)`` returns one loss for each example, ``[batch]`` or ``[batch, ...]``. It may
+            also return the mean from a loss of ``torch.nn.functional``, such as ``F.cross_entropy``.
         data: A pair ``(x, y)`` of pytrees of tensors whose first axis counts examples, or a map-style dataset of
             pairs. The model is called as ``model(x)``, ``model(*x)`` or ``model(**x)``.
         optimizer: A functional optimizer of :mod:`metagrad.optim.rules`.
@@ -60,8 +60,8 @@ class Training:
         order: Indices of the examples of each step, int64 ``[steps, batch]``. They replace the shuffled
             order.
         group: Process group whose ranks share the examples of each mini-batch, such as
-            ``torch.distributed.group.WORLD``. Every rank has the whole training and makes the same calls. It gets
-            the same result. None computes all examples in this process.
+            ``torch.distributed.group.WORLD``. Every rank makes the same training and the same calls, and gets the
+            same result. None computes all examples in this process.
 
     Raises:
         ValueError: An argument is out of range, or the model is in evaluation mode.

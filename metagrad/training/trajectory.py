@@ -45,8 +45,9 @@ class Report:
         state_bytes: Bytes of one state: parameters, optimizer and buffers.
         replays: Number of steps that were repeated in reverse passes.
         is_half: True if parameters or autocast are in half precision. In half precision, scores can be noise.
-        growth: Norm of the cotangent of the initial parameters relative to the final ones, the maximum over metrics.
-            None before a reverse pass. Above 1e6 in float32, scores are rounding errors.
+        growth: Norm of the cotangent of the initial parameters, relative to the cotangent of the final parameters.
+            It is the maximum over metrics. None before a reverse pass. Above 1e6 in float32, scores are rounding
+            errors.
     """
 
     steps: int

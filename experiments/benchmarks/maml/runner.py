@@ -1,4 +1,4 @@
-"""Check that all methods agree on a workload, then run them in turns, in fresh processes."""
+"""Check that all methods agree on a workload, then run them alternately, in fresh processes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Record:
     """The results of one method on one workload.
 
     Attributes:
-        note: The reason if there is nothing more, empty otherwise.
-        error: Relative difference between its gradient and the loop's gradient in float64.
-        rounds: The answers of its processes, one for each round.
+        note: Reason why there are no measurements, empty otherwise.
+        error: Relative difference between the gradients of the method and of the loop, in float64.
+        rounds: The answers of the worker processes, one for each round.
     """
 
     note: str = ""
@@ -41,7 +41,7 @@ class Record:
 
     @property
     def peak(self) -> int | None:
-        """The bytes that it holds, measured in the first round."""
+        """Peak memory in bytes, measured in the first round."""
         return self.rounds[0].get("peak") if self.rounds else None
 
     @property
@@ -67,7 +67,10 @@ def ask_process(request: Request, *, device: str, threads: int, limit: float, ca
 
 @contextmanager
 def processes(device: str, threads: int, limit: float) -> Iterator[Ask]:
-    """Return processes. The processes of a method share only the compiler's cache since the start of this call."""
+    """Yield a function that runs a request in a fresh process.
+
+    The processes of a method share only a compiler cache.
+    """
     with tempfile.TemporaryDirectory(prefix="metagrad-bench-") as folder:
         yield partial(ask_process, device=device, threads=threads, limit=limit, cache=Path(folder))
 
@@ -122,7 +125,7 @@ def relative_error(gradient: np.ndarray, reference: np.ndarray) -> float:
 
 
 def measure(ask: Ask, workload: str, records: Records, *, rounds: int, seconds: float) -> None:
-    """Run the methods in turns, in a new order each round, so that drift of the machine affects all equally."""
+    """Run the methods alternately, in a new order each round, so that drift of the machine affects them equally."""
     for number in range(rounds):
         running = [name for name, record in records.items() if not record.note]
         for name in random.Random(number).sample(running, len(running)):

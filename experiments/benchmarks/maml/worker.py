@@ -1,4 +1,7 @@
-"""What a fresh process does: one method on one workload. A JSON line comes in, a JSON line goes out."""
+"""A worker process, which runs one method on one workload.
+
+It reads a request and writes an answer, each as a JSON line.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ FEWEST_CALLS = 3
 
 @dataclass(frozen=True)
 class Request:
-    """A request to a process.
+    """A request to a worker process: one method on one workload.
 
     Attributes:
-        workload: Its name.
-        method: Its name.
-        save: The path for the gradient in float64. Empty to measure in float32.
+        workload: Name of the workload.
+        method: Name of the method.
+        save: Path to write the gradient in float64 to. If empty, the method is measured in float32.
         seconds: The time to spend on timing. 0 disables timing.
         weigh: Whether to measure the peak.
         device: The device that computes.
@@ -46,12 +49,12 @@ class Request:
     device: str = "cpu"
 
     def to_json(self) -> str:
-        """Return one line."""
+        """Return the request as one line of JSON."""
         return json.dumps(asdict(self))
 
 
 def answer(request: Request) -> dict[str, Any]:
-    """Run a request. The answer `refused` has the reason if it cannot run."""
+    """Run a request. If it cannot run, the entry `refused` of the answer is the reason."""
     method = METHODS[request.method]
     if method.package and not _is_installed(method.package):
         return {"refused": "not installed"}
@@ -114,7 +117,7 @@ def synchronized(run: Callable[[], object], device: str) -> Callable[[], object]
 
 
 def durations(run: Callable[[], object], seconds: float) -> list[float]:
-    """Time calls for some seconds, and at least `FEWEST_CALLS` calls."""
+    """Return the durations of calls over some seconds, at least of `FEWEST_CALLS` calls."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < FEWEST_CALLS:

@@ -22,7 +22,7 @@ class Curve(NamedTuple):
     """A method in a panel.
 
     Attributes:
-        x: The places of measurement. None for a single value that holds everywhere.
+        x: The x-coordinates. None for a single value, which is drawn as a horizontal line.
         middle: The mean or median over runs.
         low: The lower ends of the intervals.
         high: The upper ends of the intervals.

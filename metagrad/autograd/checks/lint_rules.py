@@ -23,12 +23,15 @@ COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, to
 
 
 def both(first: Predicate, second: Predicate) -> Predicate:
-    """Return a predicate that is true if both predicates are. The second is evaluated only if the first is true."""
+    """Return the conjunction of two predicates. The second predicate is evaluated only if the first is true."""
     return lambda node: first(node) and second(node)
 
 
 def flag(*names: str) -> Predicate:
-    """Return a predicate for a saved argument with one of these names. It is true if torch does not save it."""
+    """Return a predicate for a saved flag with one of these names.
+
+    It is also true if torch does not save the flag.
+    """
     return lambda node: bool(next((getattr(node, name) for name in names if hasattr(node, name)), True))
 
 
@@ -38,12 +41,12 @@ def needs_gradient(index: int) -> Predicate:
 
 
 def layout_in(name: str, layouts: frozenset[torch.layout]) -> Predicate:
-    """Return a predicate for the layout of a saved tensor. It unpacks the tensor."""
+    """Return a predicate for the layout of a saved tensor, which it unpacks."""
     return lambda node: getattr(node, name).layout in layouts
 
 
 def without_strides(name: str) -> Predicate:
-    """Return a predicate for a sparse matrix, which has no saved strides. It unpacks nothing."""
+    """Return a predicate for a sparse matrix, which has no saved strides. It unpacks no tensor."""
     return lambda node: getattr(node, name) == ()
 
 

@@ -30,7 +30,7 @@ def refuse_missing(
     A custom ``autograd.Function`` warns, because its backward cannot be inspected.
 
     Args:
-        call: How the error names the caller.
+        call: Name of the caller in the error message.
         loss: A tensor with a graph.
         order: 2 for Hessian-vector products, 3 if these products are differentiated.
         behind: The nodes that end the walk over the graph.

@@ -131,7 +131,7 @@ def hvp(
 
 
 Products = tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]
-"""Loss, gradient and product."""
+"""The loss, its gradient and the Hessian-vector product."""
 
 
 def _reverse(
@@ -153,7 +153,7 @@ def _reverse(
 def _nested(
     fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor], weights: list[Tensor], create_graph: bool
 ) -> Products:
-    """Differentiate the gradient by transforms, which nest inside other transforms. An autograd graph does not."""
+    """Differentiate the gradient by ``torch.func`` transforms, because these nest inside other transforms."""
     with forward_mode(), hooks_aside():
         (gradient, loss), pull, *_ = torch.func.vjp(torch.func.grad_and_value(fn), leaves)
         (product,) = pull((weights, torch.zeros_like(loss)))
@@ -190,7 +190,7 @@ def _has_gradient(fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor]
 
 
 def _variable(leaf: Tensor) -> Tensor:
-    """Return a tensor with its own identity, since the loss may also read the parameter as a constant."""
+    """Return a new tensor for a parameter, since the loss may also read the parameter itself as a constant."""
     return leaf.view_as(leaf) if leaf.requires_grad else leaf.detach().requires_grad_()
 
 

@@ -24,8 +24,8 @@ def linearize(loss: Tensor, params: Tree, *, create_graph: bool = False) -> Line
 
     .. math:: g = \nabla L(\theta), \qquad H v = \nabla_\theta \langle g(\theta), v \rangle
 
-    A product takes as long as 1.5 to 2.3 gradients. A product that starts from the loss takes as long as 3 to 4.
-    ``close()`` frees the graph. Leaving the ``with`` block also closes it.
+    A product takes as long as 1.5 to 2.3 gradients. Computing a product from the loss takes as long as 3 to 4
+    gradients. ``close()`` frees the graph. Leaving the ``with`` block also closes it.
 
     Args:
         loss: A tensor with one element and a graph.

@@ -29,7 +29,7 @@ class Recorded:
     Autograd is faster with one flat cotangent than with one cotangent for each parameter.
 
     Args:
-        call: How errors name the caller.
+        call: Name of the caller in error messages.
         outputs: Tensors. An output without a graph has a derivative of zero.
         params: The tensors to differentiate with respect to, by their names in errors.
         create_graph: Return differentiable products in grad mode.
@@ -38,7 +38,7 @@ class Recorded:
         outputs: The flat outputs, ``[m]``.
         parts: The outputs in the structure in which they were given.
         inputs: The parameters.
-        create_graph: As given.
+        create_graph: The argument ``create_graph``.
 
     Example:
         >>> from metagrad.autograd.derivatives.recorded import Recorded
@@ -107,7 +107,7 @@ class Recorded:
         return self._transposed.pull(tangents)
 
     def mixed(self, cotangent: Tensor, others: Sequence[Tensor]) -> list[Tensor | None]:
-        """Multiply the transposed Jacobian with respect to other tensors. None if no output depends on a tensor."""
+        """Multiply the transposed Jacobian with respect to ``others`` by a cotangent. None for unused tensors."""
         self.refuse_moved()
         return graph_vjp([self.outputs], others, [cotangent], create_graph=self.on_tape, retain_graph=True)
 
@@ -150,7 +150,7 @@ def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bo
     """Return the gradient of a loss with its graph, for products with the Hessian.
 
     Args:
-        call: How errors name the caller.
+        call: Name of the caller in error messages.
         loss: A tensor with one element, and its graph.
         params: A pytree of tensors that require grad and that the loss was computed from.
         create_graph: Return differentiable products.
@@ -195,7 +195,7 @@ def checked_leaves(call: str, params: Tree) -> dict[str, Tensor]:
 
 
 def refuse_unused(call: str, is_used: Mapping[str, bool]) -> None:
-    """Raise ``ValueError`` if a loss does not depend on all parameters. The error names the unused ones."""
+    """Raise ``ValueError`` if a loss does not depend on all parameters. The error names the unused parameters."""
     unused = [name for name, used in is_used.items() if not used]
     if unused:
         raise ValueError(
@@ -247,7 +247,7 @@ _FEWEST_ON_CPU = 8
 
 
 class BatchedVjp:
-    """Runs products in batches that fit into a chunk, or in turn if batches are impossible or slower.
+    """Runs products in batches that fit into a chunk, or sequentially if batches are impossible or slower.
 
     The memory that the first product needs determines the size of the batches.
 
@@ -261,7 +261,7 @@ class BatchedVjp:
         self.is_legal: bool = True
 
     def rows(self, product: Product, vectors: Tensor, chunk: int, *, on_tape: bool = False) -> Tensor:
-        """Compute the products of rows ``[k, n]``. Differentiable products run in turn."""
+        """Compute the products of rows ``[k, n]``. Differentiable products run sequentially."""
         if len(vectors) == 1:
             return product(vectors[0]).unsqueeze(0)
         if on_tape:
@@ -302,7 +302,7 @@ class BatchedVjp:
         return found
 
     def _batched(self, product: Product, vectors: Tensor) -> Tensor | None:
-        """Return None if an operation cannot be batched, or only by a slower loop inside vmap."""
+        """Return None if an operation cannot be batched, or if vmap would run it in a slower loop."""
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*performance drop")
             try:

@@ -31,7 +31,7 @@ class Basis:
         if the new vectors lie in the old span (an operator of low rank).
 
         Raises:
-            ValueError: The vectors require grad and are linearly dependent to half of the digits.
+            ValueError: The vectors require grad and are linearly dependent up to half of the digits of their dtype.
         """
         k = self.rows.shape[0]
         rows, lower = orthonormal(torch.cat([self.rows, vectors]))

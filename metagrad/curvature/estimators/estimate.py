@@ -91,8 +91,8 @@ class Estimate:
         value: The estimate, a tensor of any shape. Differentiable if the products are.
         stderr: Its standard error, in the same shape, at least the size of rounding errors. A constant for
             derivatives. Infinite after a single sample.
-        samples: Number of samples behind the standard error. If it is zero, nothing was sampled. ``stderr``
-            is then a bound on the error, and the interval is the same at every level.
+        samples: Number of samples behind the standard error. If it is zero, the value is not random. ``stderr`` is
+            then a bound on the error, and the interval is the same at every level.
         matvecs: Number of products with the operator.
         method: Name of the method. For ``"auto"``, the method that it chose.
         converged: False if ``rtol`` was given and not reached.
@@ -173,7 +173,7 @@ def from_samples(
         method: Name of the method.
         quantity: Name of the quantity.
         shift: The part that is known without sampling, added to the mean.
-        inflation: Variance of the mean relative to the mean of independent samples.
+        inflation: Variance of the mean, divided by the variance that independent samples would have.
     """
     mean = samples.mean(0)
     value = mean if shift is None else shift + mean

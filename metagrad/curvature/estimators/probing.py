@@ -81,11 +81,11 @@ class ProbeSampler:
             yield probes, self.multiply(probes)
 
     def reduced(self, count: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return ``reduce`` of ``count`` probes and their products, joined along the first dimension."""
+        """Apply ``reduce`` to pieces of ``count`` probes and their products, and concatenate the results."""
         return torch.cat([reduce(probes, widened(products)) for probes, products in self.pieces(count)])
 
     def rounding(self, norm: Tensor) -> Tensor:
-        """Return the size of rounding errors in a trace, for a map of this Frobenius norm."""
+        """Return the size of rounding errors in a trace, given the Frobenius norm of the map."""
         return torch.finfo(self.operator.dtype).eps * self.n**0.5 * norm.detach()
 
 

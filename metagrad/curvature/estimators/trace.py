@@ -189,7 +189,7 @@ class AutoTrace(Estimator):
         return chosen
 
     def _planned(self, probes: Tensor, products: Tensor) -> float:
-        """Return how many products Hutchinson's estimator would spend."""
+        """Return the number of products that Hutchinson's estimator would need."""
         budget, rtol = self.probing.budget, self.probing.rtol
         if rtol is None:
             return budget
@@ -246,17 +246,17 @@ def trace(
     ============ ======================================================= ======================= =================
 
     If the spectrum decays, the methods with a subspace are more accurate by orders of magnitude. On flat spectra
-    Hutchinson's estimator is best, by a factor of about 1.4, and "auto" chooses it. The interval covers about its
-    level: 85 to 95 % for 90 %, measured on five spectra with n = 1000. It covers less if fewer than about ten samples
-    meet a few outliers.
+    Hutchinson's estimator is best, by a factor of about 1.4, and "auto" chooses it. The interval has about its
+    nominal coverage: 90 % intervals covered 85 to 95 % on five spectra with n = 1000. The coverage is lower if there
+    are fewer than about ten samples and a few outliers.
 
     Args:
         operator: The map, n x n and symmetric.
-        method: A row of the table. "hutch++" needs at least 3 products and "xtrace" 2. Beyond 3n and 2n products
-            their subspace is the whole space, and no more is spent on it.
-        probes: Number of products with the operator, 64 by default, for every method. Hutchinson has one sample for
-            each product, Hutch++ one for three, XTrace one for two. With ``rtol`` it is a maximum, 1024 by default.
-            "exact" always spends n.
+        method: A row of the table. "hutch++" needs at least 3 products and "xtrace" 2. From 3n products for
+            "hutch++" and 2n for "xtrace", the subspace is the whole space, and no more products are spent.
+        probes: Number of products with the operator, 64 by default, for every method. A sample costs one product for
+            Hutchinson's estimator, two for XTrace and three for Hutch++. With ``rtol`` it is a maximum, 1024 by
+            default. "exact" always spends n.
         rtol: Stop if the half-width of the 95 % interval is at most ``rtol * |trace|``. Products are spent in batches
             that make the total 16, 24, 36, ... and all of them are used.
         distribution: "rademacher", "normal" or "sphere", see :func:`sample_probes`. The default is "rademacher" for
@@ -270,8 +270,9 @@ def trace(
         ``rtol``, the number of products is a constant for derivatives.
 
     Raises:
-        ValueError: A product has NaN or Inf, or an argument is out of range. Also if products that require grad are
-            linearly dependent, so that no derivative exists (low rank with "hutch++" and "xtrace").
+        ValueError: A product has NaN or Inf, or an argument is out of range. It is also raised if products that
+            require grad are linearly dependent, so that no derivative exists. This happens for an operator of low
+            rank with "hutch++" and "xtrace".
         TypeError: An argument has the wrong type.
 
     Example:

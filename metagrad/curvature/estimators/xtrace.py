@@ -47,7 +47,7 @@ class XTrace(Estimator):
             self.add(probes, probing.multiply(probes))
 
     def add(self, probes: Tensor, products: Tensor) -> None:
-        """Add probes [k, n] that were already multiplied. Spend as many products on the basis."""
+        """Add probes [k, n] and their products, and spend k more products on the basis."""
         new = self.basis.append(products, self.probing.call)
         self.probes = torch.cat([self.probes, probes])
         self.products_of_basis = torch.cat([self.products_of_basis, self.probing.multiply(new)])
@@ -103,7 +103,7 @@ class _LeaveOneOut(NamedTuple):
     whole: Tensor  # the probe's own form z^T A z, [k]
 
     def rest(self) -> Tensor:
-        """Return g^T A g for g = z - Q^T c, [k]."""
+        """Return the quadratic form g^T A g of the rest g = z - Q^T c of each probe z, [k]."""
         c = self.inside
         return self.whole - (self.outer * c).sum(1) + (c @ self.on_basis * c).sum(1)
 

@@ -20,14 +20,14 @@ LARGEST_IN_DOUBLE = 2048
 
 
 class Factors(NamedTuple):
-    """The two factors of a block of the Fisher matrix, or a matrix made of each."""
+    """A pair of matrices for a layer: the Kronecker factors, or matrices computed from the factors."""
 
     inputs: Tensor  # A, [inputs, inputs]
     outputs: Tensor  # G, [outputs, outputs]
 
 
 class Sums(NamedTuple):
-    """Sums over the rows of some examples, which give the factors. Sums of two batches add up."""
+    """Sums over the rows of some examples, which determine the factors. The sums of two batches can be added."""
 
     inputs: Any  # sum of a a^T, [inputs, inputs]
     outputs: Any  # sum of g g^T, [outputs, outputs]
@@ -82,7 +82,7 @@ def scaling_of(inputs: Tensor, gradients: Tensor, basis: Factors, max_elements: 
         inputs: Rows ``[examples, positions, inputs]``.
         gradients: Rows ``[examples, positions, outputs]``.
         basis: The eigenvectors of both factors, as columns.
-        max_elements: How many elements of the examples' gradients are held at a time.
+        max_elements: Maximum number of elements of the examples' gradients in memory at a time.
 
     Returns:
         ``[outputs, inputs]``.
@@ -100,7 +100,7 @@ def scaling_of(inputs: Tensor, gradients: Tensor, basis: Factors, max_elements: 
 
 
 def rotated(left: Tensor | None, weights: Tensor, right: Tensor) -> Tensor:
-    """Return matrices between two others. None is the identity."""
+    """Return ``left @ weights @ right``. None means the identity."""
     return (weights if left is None else left @ weights) @ right
 
 
@@ -173,13 +173,13 @@ def updated(
 def diagonalized(
     block: Block, squares: Callable[[Factors], Tensor], decay: float, *, is_due: bool
 ) -> dict[str, Any]:
-    """Return a block with second moments of gradients in the basis of eigenvectors, which is renewed if that is due.
+    """Return a block with second moments of gradients in its eigenbasis, which is recomputed if ``is_due``.
 
     Args:
         block: The block.
-        squares: A basis to the second moments in it.
+        squares: Maps a basis to the second moments of gradients in that basis.
         decay: Decay rate of the second moments while the basis is unchanged.
-        is_due: Whether the basis is renewed.
+        is_due: Whether to recompute the basis.
     """
     if is_due:
         basis = Factors(*(linalg.eigh(block[name])[1] for name in Factors._fields))
@@ -207,7 +207,7 @@ class Eigenblock(NamedTuple):
 
     Attributes:
         names: Names of the parameters.
-        left: Eigenvectors :math:`Q_L` as columns. None is the identity.
+        left: Eigenvectors :math:`Q_L` as columns. None means the identity.
         right: Eigenvectors :math:`Q_R`.
         eigenvalues: :math:`S`, in the shape of the matrix.
         spectra: Eigenvalues of the right and the left factor of a Kronecker product. None for other blocks.

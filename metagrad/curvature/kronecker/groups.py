@@ -43,7 +43,7 @@ class LayerGroup:
         self.sums: dict[str, Any] = defaultdict(float)
 
     def note(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-        """Note the input of a call, and the place of its output in the graph. A forward hook."""
+        """Record the input of a call, and the node of its output in the graph. This is a forward hook."""
         output = without_base(output)
         if output.requires_grad:
             inputs = args[0] if args else kwargs["input"]
@@ -147,7 +147,7 @@ class Groups:
         return sum(self.problem.space.block(name).size for name in names)
 
     def observe(self, batch: Batch) -> ModelEvaluation:
-        """Evaluate a batch, and note the calls of layers.
+        """Evaluate a batch, and record the calls of layers.
 
         Raises:
             ValueError: A parameter is used outside of the calls of its layer.

@@ -25,13 +25,13 @@ def known_layers(call: str, model: nn.Module, own: Collection[Tensor]) -> dict[s
     Args:
         call: Call that needs the layers, for errors.
         model: The model.
-        own: The parameters that move.
+        own: The parameters that are trained.
 
     Raises:
         ValueError: A trained parameter belongs to a grouped convolution, or to a layer and another module.
 
     Warns:
-        UserWarning: Other modules have parameters, which then move along the plain gradient.
+        UserWarning: Other modules have parameters. They are updated along the plain gradient.
     """
     # Subclasses do not count as known layers, because they may compute anything.
     layers: dict[str, Layer] = {

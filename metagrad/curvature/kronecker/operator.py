@@ -50,11 +50,11 @@ def kfac(
 
     .. math:: F_l \approx A \otimes G, \qquad A = \mathbb{E}[a a^\top], \qquad G = \mathbb{E}[g g^\top]
 
-    with :math:`a` the inputs of a layer, a 1 for its bias among them, and :math:`g` the gradients of its outputs. The
-    matrix has the scale of :func:`fisher` and :func:`ggn`. Its products, inverse, root and log-determinant are exact,
-    from the eigenvectors of the factors. As a preconditioner of :func:`ggn` it pays off at small damping. If the
-    predictions are nearly certain, few sampled labels differ from them. In this case use ``fisher="exact"``
-    or more samples.
+    where :math:`a` are the inputs of a layer, including a 1 for its bias, and :math:`g` are the gradients of its
+    outputs. The matrix has the scale of :func:`fisher` and :func:`ggn`. Its products, inverse, root and
+    log-determinant are exact, from the eigenvectors of the factors. As a preconditioner of :func:`ggn` it pays off
+    at small damping. If the predictions are nearly certain, few sampled labels differ from them. In this case use
+    ``fisher="exact"`` or more samples.
 
     =========================== ==========================================================================
     layer                       block
@@ -65,8 +65,8 @@ def kfac(
     others                      by ``other``: an error, the diagonal, or the identity
     =========================== ==========================================================================
 
-    A layer that is called several times, and layers that share their parameters, have one block. Their calls are
-    positions. Positions whose label is ignored by the loss do not count in :math:`A`.
+    A layer that is called several times, and layers that share their parameters, have one block. Each of their calls
+    is a position. Positions whose label is ignored by the loss do not count in :math:`A`.
 
     Args:
         model: Called as ``model(x)`` in its current mode. The first dimension of its input counts examples.
@@ -88,8 +88,8 @@ def kfac(
             get the matrix of all data. None uses only the data of this process.
 
     Raises:
-        ValueError: As for :func:`fisher`. Also if a batch norm is in training mode, or a parameter has no
-            known layer or is used outside of the calls of its layer.
+        ValueError: As for :func:`fisher`. It is also raised if a batch norm is in training mode, or if a parameter
+            has no known layer or is used outside of the calls of its layer.
         TypeError: ``model`` is no module, or the data can be iterated over only once.
 
     Example:

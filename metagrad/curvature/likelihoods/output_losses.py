@@ -44,7 +44,7 @@ class OutputLoss(ABC):
         r"""Multiply by :math:`F_L = \sum_n s_n\, \mathbb{E}_{y \sim p(y | z_n)} \nabla\ell_n \nabla\ell_n^\top`."""
 
     def root_column(self, unit: Tensor) -> Tensor:
-        r"""Return a column of a root of :math:`F_L`, of the output that ``unit`` selects for each datum.
+        r"""Return one column c of a root of :math:`F_L`, for the output that ``unit`` selects for each datum.
 
         :math:`F_L` of a datum is the sum of :math:`c c^\top` over its columns. ``unit`` has the shape of the output.
         It is 1 for at most one output of a datum, and 0 elsewhere.

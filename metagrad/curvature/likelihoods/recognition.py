@@ -1,4 +1,4 @@
-"""Recognition of known losses: a loss is called, and the function of its value is recorded."""
+"""Recognize known losses, by calling a loss and recording the torch function that returned its value."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def recognized(loss: Callable[[], Tensor]) -> EvaluatedLoss:
 
 
 def is_affine_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Return whether a tensor is an affine function of only the outputs, such as a slice of one.
+    """Return whether a tensor is an affine function of only the outputs, such as a slice of an output.
 
     A loss of the tensor then has the same Gauss-Newton matrix as a loss of the outputs.
     """
@@ -82,14 +82,14 @@ class _Call(NamedTuple):
 
 
 class _LossCalls(Dispatch):
-    """Notes the calls of losses that have a closed form, by the id of their result."""
+    """Records the calls of losses that have a closed form, by the id of their result."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[int, _Call] = {}
 
     def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function, and note it if it is such a loss."""
+        """Call a function, and record the call if it is such a loss."""
         result = function(*args, **kwargs)
         if function in _MAKERS:
             bound = inspect.signature(function).bind(*args, **kwargs)

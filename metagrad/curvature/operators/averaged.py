@@ -13,13 +13,13 @@ from metagrad.distributed.exchange import joined, refuse_differences, sums_over
 class Averaged(OperatorWrapper):
     r"""The mean of the operators of all ranks, :math:`\frac{1}{W} \sum_w A_w`.
 
-    A product costs one all-reduce. Another one, of three numbers, compares the vectors of the ranks.
-    Each rank makes its operator from its own data, at the same parameters. All ranks make the same products in the
-    same order, so estimators need equal generators. Products are not differentiable.
+    A product costs one all-reduce. A second all-reduce, of three numbers, checks that all ranks multiply the same
+    vector. Each rank makes its operator from its own data, at the same parameters. All ranks make the same products
+    in the same order, so estimators need generators in the same state on all ranks. Products are not differentiable.
 
     Args:
         operator: The operator of this rank.
-        group: The process group. None is the default group.
+        group: The process group. None means the default group.
 
     Raises:
         TypeError: ``operator`` is not an :class:`~metagrad.curvature.Operator`.

@@ -68,8 +68,8 @@ class BatchedOperator(Operator):
     Args:
         call: Name of the caller in errors.
         space: The parameters.
-        operator_for: Makes the operator of a batch, which is closed before the next one is made. Its ``count`` is
-            :math:`n_b`, or None for a sum.
+        operator_for: Makes the operator of a batch, which is closed before the operator of the next batch is made.
+            Its ``count`` is :math:`n_b`, or None for a sum.
         batches: An iterable that yields the same batches every time. Tensors are moved to the device of the
             parameters.
         begin_pass: Called before each pass, so that all passes draw the same random numbers.

@@ -74,8 +74,8 @@ def fisher(
         An operator, which is a context manager.
 
     Raises:
-        ValueError: As for :func:`ggn`. Also if the loss is not a known likelihood, ``kind`` is unknown, or
-            ``samples`` is not an int of 1 or more.
+        ValueError: As for :func:`ggn`. It is also raised if the loss is not a known likelihood, ``kind`` is unknown,
+            or ``samples`` is not an int of 1 or more.
         TypeError: As for :func:`ggn`.
 
     Example:

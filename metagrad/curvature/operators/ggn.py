@@ -55,13 +55,13 @@ def ggn(
 
     Args:
         model: An ``nn.Module``, called as ``model(x)`` in its current mode, with ``params`` substituted for its own
-            parameters. Or a function, called as ``model(params, x)``. It may return a tensor or a pytree of tensors.
-            Buffers do not change.
-        loss_fn: Called as ``loss_fn(output, y)``. Returns one element.
+            parameters. A function is called as ``model(params, x)``. Both may return a tensor or a pytree of
+            tensors. Buffers do not change.
+        loss_fn: Called as ``loss_fn(output, y)``. It must return one element.
         params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them. They need not require
             grad. The parameters of a function may be :class:`~metagrad.sparse.SparseTensor`.
-        data: One batch ``(x, y)``, whose graph is stored for all products. Or an iterable of batches that can be
-            iterated over repeatedly. Then every product goes through all batches.
+        data: One batch ``(x, y)``, whose graph is stored for all products. For an iterable of batches, every product
+            goes through all batches, so it must be iterable more than once.
         chunk: As for :func:`hessian`.
         create_graph: Make products differentiable with respect to vectors and ``params``, which must then require
             grad.
@@ -222,7 +222,7 @@ def observed_scores(evaluation: ModelEvaluation, count: float | Tensor | None) -
 
 
 def known_loss(evaluation: ModelEvaluation) -> OutputLoss:
-    """Return the loss as a likelihood. Raise ``ValueError`` if it is not a known one."""
+    """Return the loss as a likelihood. Raise ``ValueError`` if it is not a known likelihood."""
     if evaluation.known is None:
         raise ValueError(
             f"{evaluation.problem.call}: the loss is not a known likelihood, so there is no distribution to draw "

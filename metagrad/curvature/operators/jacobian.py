@@ -66,7 +66,7 @@ class Examples:
     """A function of parameters and one example, with the examples.
 
     Args:
-        call: How errors name the caller.
+        call: Name of the caller in error messages.
         fn: ``fn(params, *example)``.
         data: As for :func:`jacobian`.
 

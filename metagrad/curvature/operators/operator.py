@@ -87,8 +87,8 @@ class Operator:
 
         Raises:
             ValueError: The operator is closed, a shape or dtype differs, a product is not finite, or a parameter was
-                written since the operator was made (the error names it). Also if the operator is not symmetric: ``u @
-                (H @ v)`` and ``v @ (H @ u)`` are compared for the first two vectors.
+                written since the operator was made (the error names it). It is also raised if the operator is not
+                symmetric: ``u @ (H @ v)`` and ``v @ (H @ u)`` are compared for the first two vectors.
         """
         self._refuse_closed()
         if vectors.ndim > 2 or vectors.shape[-1] != self.space.size or vectors.dtype != self.dtype:
@@ -217,8 +217,8 @@ class Operator:
     def preconditioned(self, root: Rows | Tensor | Vectors) -> Operator:
         r"""Return :math:`R H R`, with the eigenvalues of :math:`P^{-1} H` for a preconditioner :math:`P = R^{-2}`.
 
-        Its trace is :math:`\mathrm{tr}\, P^{-1} H`. If u is an eigenvector of it, :math:`R u` is one of :math:`P^{-1}
-        H`.
+        Its trace is :math:`\mathrm{tr}\, P^{-1} H`. If u is an eigenvector of :math:`R H R`, then :math:`R u` is an
+        eigenvector of :math:`P^{-1} H`.
 
         Args:
             root: R, symmetric. A map of rows ``[k, n]``, or a diagonal as a vector ``[n]`` or a dict of parameters.
@@ -246,13 +246,16 @@ class Operator:
     # Lifetime
 
     def close(self) -> None:
-        """Free what the operator holds. Later products raise. Sums, multiples and blocks also close their parts."""
+        """Free the memory of the operator.
+
+        Later products raise. Sums, multiples and blocks also close their parts.
+        """
         if not self.is_closed:
             self._free()
             self._pairs, self.is_closed = None, True
 
     def _free(self) -> None:
-        """Free what this kind of operator holds."""
+        """Free the memory that is specific to this class."""
 
     def __enter__(self: O) -> O:
         return self

@@ -196,7 +196,7 @@ class ModelEvaluation:
     recorded: Recorded
 
     def output_of(self, outputs: Sequence[Tensor]) -> Tree:
-        """Return the output, with its differentiable tensors replaced by the given ones."""
+        """Return the output, with its differentiable tensors replaced by the given tensors."""
         leaves, spec = tree_flatten(self.output)
         rest = iter(outputs)
         return tree_unflatten([next(rest) if _is_on_tape(leaf) else leaf for leaf in leaves], spec)

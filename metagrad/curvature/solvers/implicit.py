@@ -32,12 +32,12 @@ class Inverse(NamedTuple):
     r"""The inverse of :math:`A = -\partial F / \partial y` at a root, as a map of rows.
 
     Attributes:
-        residual: Rows to F there, [k, n], with its graph.
+        residual: Maps rows [k, n] to the values of F at these rows, with a graph.
         solve: Solves rows with the transpose of A, without a graph.
         solve_transposed: Solves rows with A, without a graph.
         order: Requested order of differentiation.
-        products: Products with A, if A is symmetric and the same for all y. None otherwise.
-        call: How errors name the caller.
+        products: Multiplies rows with A, if A is symmetric and the same for all y. None otherwise.
+        call: Name of the caller in error messages.
     """
 
     residual: Rows

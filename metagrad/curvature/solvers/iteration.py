@@ -36,7 +36,8 @@ class Solver:
     """Base class of the methods of solution. Each is a frozen dataclass of its hyperparameters.
 
     Attributes:
-        no_preconditioner: Why the method takes no preconditioner, and what to do instead. None if it takes one.
+        no_preconditioner: Why the method takes no preconditioner, and what to do instead. None if it takes a
+            preconditioner.
     """
 
     no_preconditioner: ClassVar[str | None] = None

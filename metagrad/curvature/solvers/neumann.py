@@ -43,7 +43,7 @@ class Neumann(Solver):
 
     Args:
         scale: The factor :math:`\alpha`, above 0. The learning rate, if the operator is the Hessian of a trained
-            loss. None is 1 over the largest eigenvalue, estimated by 10 steps of the power method.
+            loss. None means 1 over the largest eigenvalue, estimated by 10 steps of the power method.
 
     Raises:
         ValueError: ``scale`` is not above 0. In a solve: a preconditioner is given.

@@ -71,19 +71,20 @@ def solve(
     raises. Forward mode is not supported.
 
     Args:
-        operator: A symmetric map of n-vectors. Or k of them, each with one row of ``b``.
-        b: The right-hand side [n], or k of them as rows [k, n]. Rows are multiplied together and stop independently.
+        operator: A symmetric map of n-vectors, or k such maps, each for one row of ``b``.
+        b: A right-hand side [n], or k right-hand sides as rows [k, n]. Rows are multiplied together and stop
+            independently.
         method: A name or a solver.
         damping: The number :math:`\mu`, 0 or more. It may be a tensor with one element that requires grad.
         rtol: Tolerance relative to the norm of ``b``.
-        atol: Absolute tolerance. Right-hand sides of derivatives have another scale, so they are solved to the
-            relative tolerance that ``atol`` amounts to here.
-        max_steps: Maximum number of steps for one right-hand side, 1 or more. None is 10 n, and at most 10 000.
+        atol: Absolute tolerance. The right-hand sides of derivatives have another scale, so ``atol`` is converted to
+            a relative tolerance for them.
+        max_steps: Maximum number of steps for one right-hand side, 1 or more. None means 10 n, and at most 10 000.
         preconditioner: A symmetric positive definite map of rows, close to the inverse, such as
             ``lambda rows: rows / (diagonal + damping)``.
-        x0: The start, in the shape of ``b``. None is 0.
+        x0: The start, in the shape of ``b``. None means 0.
         throw: Raise unless the solve succeeds.
-        generator: Draws the vectors of methods that need random ones.
+        generator: Draws the random vectors of methods that need them.
         order: Number of derivatives. Each order stores the graph of one product, and a derivative of higher
             order raises. There is no limit if only ``b`` requires grad.
         check_symmetry: Check a single operator and the preconditioner on a random pair of vectors. It costs two

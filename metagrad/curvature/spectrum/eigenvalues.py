@@ -87,8 +87,9 @@ def eigenvalues(
     tight cluster converges slowly or not at all, such as the smallest eigenvalues of an overparameterized model near
     zero.
 
-    If products are differentiable, values have first derivatives: :math:`d\lambda = v^T \, dA \, v`. They are correct
-    for a simple eigenvalue, and for the sum over all copies of a repeated one. A second derivative raises.
+    If products are differentiable, values have first derivatives: :math:`d\lambda = v^T \, dA \, v`. They are
+    correct for a simple eigenvalue, and for the sum over all copies of a repeated eigenvalue. A second derivative
+    raises.
 
     Args:
         operator: A symmetric map of n-vectors.
@@ -100,10 +101,10 @@ def eigenvalues(
             whichever is smaller, but enough for a start. If it is reached, the result has ``converged=False``.
         max_basis: Maximum number of vectors that Lanczos stores, from k + 2. More vectors need fewer products. The
             default is the larger of 2 k + 1 and 40, but at most n. With n or more, the result is exact.
-        copies: Search for copies of repeated eigenvalues: the next eigenvector orthogonal to the found ones must
-            not be a wanted one. It about doubles the products. Without the search, a repeated eigenvalue may
-            appear once, and later values then skip its copies. If no eigenvalue is repeated, as is typical at
-            the ends of the spectrum of a network's Hessian, both results are equal.
+        copies: Search for copies of repeated eigenvalues. The search ends if the next orthogonal eigenvector does
+            not belong to the k requested eigenvalues. It about doubles the products. Without the search, a repeated
+            eigenvalue may appear once, and later values then skip its copies. If no eigenvalue is repeated, as is
+            typical at the ends of the spectrum of a network's Hessian, both results are equal.
         generator: Draws the start vectors.
 
     Returns:

@@ -101,8 +101,8 @@ class HeadAlgorithm(nn.Module):
             steps: None, since there are no inner steps.
 
         Raises:
-            ValueError: If the batch is empty, its task axes differ, or a task has no support example of a class. Also
-                if batch statistics would contain padding, or ``steps`` is given.
+            ValueError: If the batch is empty, its task axes differ, or a task has no support example of a class. It
+                is also raised if batch statistics would contain padding, or ``steps`` is given.
             TypeError: If the batch has another form, labels are not integers, or the model returns no tensor.
             FloatingPointError: As in :class:`metagrad.MAML`.
         """

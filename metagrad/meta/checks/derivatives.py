@@ -1,8 +1,8 @@
 """Check the derivatives of a model: look up known defects, and compare with finite differences.
 
-The comparison uses a copy of the model in float64, with slightly moved parameters. A weight that is initialized with
-zeros would otherwise hide the derivatives behind it. A piecewise smooth function agrees with finite differences only
-for a small step, so several steps are tried.
+The comparison uses a copy of the model in float64, with slightly changed parameters. A weight that is initialized
+with zeros would otherwise hide the derivatives behind it. A piecewise smooth function agrees with finite differences
+only for a small step, so several steps are tried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from metagrad.meta.checks.report import ModuleFinding, Status
 from metagrad.meta.objective.task_loss import TaskLoss
 
 LOSS = "loss_fn(...)"
-"""The name that stands for the loss function wherever a module path is expected."""
+"""The name that is used for the loss function in place of a module path."""
 
 _STEPS = (1e-4, 1e-6, 1e-5, 1e-7, 1e-3, 1e-8)
 _RTOL = 1e-6  # relative to the norm of a gradient
@@ -234,7 +234,7 @@ def _mismatch(trace: Trace, path: str | None, order: int) -> _Mismatch | None:
 
 
 def _moved(call: Callable[..., list[Tensor]], points: list[Tensor], seed: int) -> list[Tensor]:
-    """Move the points a little, unless the function is not finite there."""
+    """Change the points a little, unless the function is not finite at the new points."""
     generator = torch.Generator().manual_seed(seed)
     moved = []
     for point in points:

@@ -66,7 +66,7 @@ class Preflight:
         findings: One :class:`ModuleFinding` for each problem.
         memory: The cost of a step. The keys are values of ``memory=`` for a meta-batch, and ``"order 1"`` and so on
             for plain data.
-        notes: Remarks about the check, such as parts that were not possible.
+        notes: Remarks about the check, such as parts that could not run.
     """
 
     title: str

@@ -108,7 +108,7 @@ def _called(norms: NormPass, model: nn.Module, x: Nested) -> object:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate the rows of tasks. Repeat the last row of shorter tasks."""
+    """Concatenate the rows of tasks. Tasks with fewer rows repeat their last row."""
     longest = max(rows.shape[1] for rows in parts)
     return torch.cat([torch.cat([r, r[:, -1:].expand(-1, longest - r.shape[1])], 1) for r in parts])
 
@@ -122,7 +122,7 @@ class AdaptedTables:
     Attributes:
         inner: The inner loop.
         used: The number of steps that each task took, ``[tasks]``.
-        rows: The adapted rows of each table, ``[tasks, R]``.
+        rows: Indices of the adapted rows of each table, ``[tasks, R]``.
         chunk: How many tasks run in one vectorized pass. 1 means a Python loop without vmap.
     """
 

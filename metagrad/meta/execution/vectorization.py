@@ -53,8 +53,8 @@ class Vectorization:
 
         Args:
             structure: A key that changes if the model must be examined again, see :func:`structure_of`.
-            examine: Examines a task, once for each structure. None returns only results that are already
-                known.
+            examine: Examines a task, once for each structure. If None, only results that are already known are
+                returned.
         """
         found = self._found.get(structure)
         if found is None and examine is not None and (found := examine()) is not None:

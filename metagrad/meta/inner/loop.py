@@ -44,7 +44,7 @@ class Adaptation(NamedTuple):
         params: The adapted parameters, ``[tasks, ...]`` each.
         losses: The support loss before each step, ``[tasks, steps]``.
         used: The number of steps of each task, ``[tasks]``, int64.
-        rows: The rows of each table that ``params`` holds, ``[tasks, R]``.
+        rows: Indices of the rows that ``params`` holds, ``[tasks, R]``, for each table.
     """
 
     params: Params
@@ -222,7 +222,7 @@ class InnerLoop:
         Args:
             params: The parameters.
             used: The number of steps of each task, ``[tasks]``.
-            rows: The rows of each table, ``[tasks, R]``.
+            rows: Indices of the rows of each table, ``[tasks, R]``.
         """
         start = {name: look_up(p, rows[name]) if name in rows else p for name, p in params.items()}
         zeros = {name: torch.zeros_like(p) for name, p in start.items()}

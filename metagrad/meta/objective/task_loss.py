@@ -63,10 +63,10 @@ class TaskLoss:
         loss_fn: ``loss_fn(prediction, target) -> scalar``, for the examples of one task.
         labels: The bounds of the labels, to be compared with the predictions. Compiled code would contain them as
             constants, so they are checked outside.
-        rows: The rows of each table that its value holds, ``[R]``.
+        rows: Indices of the rows that the value of each table holds, ``[R]``.
         norms: The policy of normalization layers. None means that the modules decide.
         name: Name of the algorithm in errors.
-        tables: Names of tables with row-sparse gradients, if they are shared by tasks.
+        tables: Names of the tables that all tasks share and that have row-sparse gradients.
         by_copy: True if a copy of the model is called, because the model runs again in a backward pass.
     """
 

@@ -26,7 +26,7 @@ class Tasks(NamedTuple):
     query_x: Nested | None = None
     query_y: Nested | None = None
     rows: Params = {}  # noqa: RUF012
-    """The rows of each table that the tasks use, ``[tasks, R]``."""
+    """Indices of the rows that the tasks use, ``[tasks, R]``, for each table."""
     noise: Params = {}  # noqa: RUF012
     """Random numbers of the tasks, ``[tasks, ...]``, by name."""
 

@@ -1,8 +1,8 @@
 """Call a model with other parameters: of one task, or stacked parameters of many tasks.
 
-``torch.vmap`` computes stacked tasks for any module that it has rules for. Some layers have an explicit form here: a
-batch of affine maps is one ``baddbmm``, and an activation does not change. This has half as many graph nodes, since
-vmap replaces a linear layer with views, an expansion, a product and a sum. The time of small networks depends
+``torch.vmap`` computes stacked tasks for any module that it has rules for. Some layers have an explicit form here. A
+batch of affine maps is one ``baddbmm``, and activations are called unchanged. This has half as many graph nodes,
+since vmap replaces a linear layer with views, an expansion, a product and a sum. The time of small networks depends
 on the number of graph nodes.
 
 The table ``RULES`` lists operations that ``torch.vmap`` computes incorrectly without an error (torch 2.13). It was
@@ -35,7 +35,7 @@ from metagrad.sparse.tables.table_proxy import LocalRows, SharedTable
 
 T = TypeVar("T")
 Values: TypeAlias = dict[int, "Tensor | LocalRows | SharedTable"]
-"""Values of parameters, by the id of the parameter, so that tied weights stay tied."""
+"""Values of parameters by the id of the parameter, so tied weights stay tied."""
 
 TABLES = (LocalRows, SharedTable)
 
@@ -262,7 +262,7 @@ FORMS: set[type[nn.Module]] = {*ELEMENTWISE, nn.Linear, nn.Flatten}
 
 
 class NotStackableError(Exception):
-    """A model does not support stacked tasks. The message is the reason, to follow "because"."""
+    """A model does not support stacked tasks. The message is a reason, which errors put after "because"."""
 
 
 def vmapped(fn: Callable[..., T]) -> Callable[..., T]:
@@ -284,7 +284,7 @@ class VmapRule(NamedTuple):
 
     Attributes:
         functions: The functions of torch.
-        reason: A description of the defect, to follow "because".
+        reason: A description of the defect, which errors put after "because".
         applies: Returns whether a call with these arguments has the defect.
     """
 

@@ -46,7 +46,7 @@ class AdagradRule(PerParameter):
         eps: Added to the root.
         weight_decay: The factor of the parameters that is added to their gradients.
         initial_accumulator_value: The sum :math:`s_0` before the first step, a number or a 0-d tensor.
-        maximize: Climb: use the gradient with the other sign.
+        maximize: Maximize the loss: negate the gradient.
 
     Example:
         >>> rule = metagrad.optim.rules.adagrad(lr=0.5, eps=0.0)

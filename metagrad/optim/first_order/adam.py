@@ -55,7 +55,7 @@ class AdamRule(PerParameter):
             ``decoupled``, the factor of a separate step :math:`\eta \lambda w` that shrinks them.
         decoupled: Decay the weights separately from the gradients, as AdamW does.
         amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
-        maximize: Climb: use the gradient with the other sign.
+        maximize: Maximize the loss: negate the gradient.
 
     Example:
         The first step is as long as ``lr``, whatever the gradient:
@@ -142,7 +142,7 @@ class AdamWRule(AdamRule):
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         decoupled: If False, add ``weight_decay`` times the parameters to their gradients, as Adam does.
         amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
-        maximize: Climb: use the gradient with the other sign.
+        maximize: Maximize the loss: negate the gradient.
 
     Example:
         Without a gradient only the weights decay:

@@ -48,7 +48,7 @@ class LionRule(PerParameter):
         betas: The share of the average in the direction, and the decay rate of the average, each from 0 to below 1.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`. It is 3 to
             10 times larger than Adam's, since ``lr`` is smaller.
-        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weights decay as before.
 
     Example:
         >>> rule = metagrad.optim.rules.lion(lr=0.5, weight_decay=0.5)
@@ -135,7 +135,7 @@ class Lion(RuleOptimizer, rule=LionRule):
         betas: The share of the average in the direction, and the decay rate of the average, each from 0 to below 1.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`. It is 3 to
             10 times larger than Adam's, since ``lr`` is smaller.
-        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.

@@ -54,7 +54,7 @@ class RMSpropRule(PerParameter):
         weight_decay: The factor of the parameters that is added to their gradients.
         momentum: The share :math:`\mu` of the last velocity that is kept. 0 keeps none.
         centered: Divide by the root of the variance of the gradients instead of their second moment.
-        maximize: Climb: use the gradient with the other sign.
+        maximize: Maximize the loss: negate the gradient.
 
     Example:
         >>> rule = metagrad.optim.rules.rmsprop(lr=0.5, alpha=0.75, eps=0.0)

@@ -48,7 +48,7 @@ class SGDRule(PerParameter):
         dampening: The share :math:`\tau` of a gradient that its velocity leaves out, except in the first step.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients.
         nesterov: Look ahead along the new velocity.
-        maximize: Climb: use the gradient with the other sign.
+        maximize: Maximize the loss: negate the gradient.
 
     Raises:
         ValueError: ``nesterov`` without momentum, or with dampening.

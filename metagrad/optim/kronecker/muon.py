@@ -54,15 +54,15 @@ class MuonRule(AxisMatrices):
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         momentum: Decay rate :math:`\mu` of the average gradient.
         nesterov: Look ahead along the new average.
-        ns_coefficients: Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
+        ns_coefficients: Coefficients of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
         eps: Lower bound of the norm that scales a matrix before the iterations.
         ns_steps: Number of iterations.
         adjust_lr_fn: The factor :math:`\kappa` for a matrix ``[m, n]``. With ``"original"`` or None, it is
             :math:`\sqrt{\max(1, m / n)}`. With ``"match_rms_adamw"``, it is
             :math:`0.2 \sqrt{\max(m, n)}`, for which Adam's ``lr`` fits.
-        ns_dtype: Dtype of iterations. None is the parameter's dtype, or float32 for half precision. A narrower one is
-            for steps that are not differentiated.
-        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        ns_dtype: Dtype of iterations. None means the parameter's dtype, or float32 for half precision. Use a narrower
+            dtype only for steps that are not differentiated.
+        maximize: Maximize the loss: negate the gradient. Weights decay as before.
 
     Raises:
         ValueError: ``adjust_lr_fn`` is unknown, ``ns_steps`` is negative, or the coefficients are not three
@@ -185,15 +185,15 @@ class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         momentum: Decay rate :math:`\mu` of the average gradient.
         nesterov: Look ahead along the new average.
-        ns_coefficients: Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
+        ns_coefficients: Coefficients of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.
         eps: Lower bound of the norm that scales a matrix before the iterations.
         ns_steps: Number of iterations.
         adjust_lr_fn: The factor :math:`\kappa` for a matrix ``[m, n]``. With ``"original"`` or None, it is
             :math:`\sqrt{\max(1, m / n)}`. With ``"match_rms_adamw"``, it is
             :math:`0.2 \sqrt{\max(m, n)}`, for which Adam's ``lr`` fits.
-        ns_dtype: Dtype of iterations. None is the parameter's dtype, or float32 for half precision. A narrower one is
-            for steps that are not differentiated.
-        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        ns_dtype: Dtype of iterations. None means the parameter's dtype, or float32 for half precision. Use a narrower
+            dtype only for steps that are not differentiated.
+        maximize: Maximize the loss: negate the gradient. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.

@@ -75,16 +75,17 @@ class ShampooRule(AxisMatrices):
         decay: Decay rate of the statistics. With 1 they are sums, as in the paper. Below 1 they are averages
             :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.
         eps: Added to the eigenvalues of the statistics. In the paper :math:`L_0 = \epsilon I`. It should be above 0,
-            for statistics of few gradients are singular.
+            because the statistics of a few gradients are singular.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
-        graft: Give each parameter's step the length of Adam's step without momentum. Then use Adam's ``lr``.
+        graft: Give each parameter's step the length of Adam's step without momentum. Use Adam's ``lr`` with this
+            option.
         graft_decay: Decay rate of the average of squares, if ``graft``.
         graft_eps: Added to the root of the squares, if ``graft``.
         block_size: Longer axes are divided into parts of at most this length. Each block of the parameter has its own
             matrices.
         root_every: Steps from one computation of the roots to the next. They are also computed at each of the first
-            so many steps, when statistics change fast.
-        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+            ``root_every`` steps, because the statistics change fast there.
+        maximize: Maximize the loss: negate the gradient. Weights decay as before.
 
     Raises:
         ValueError: ``decay`` is above 1, or ``block_size`` or ``root_every`` is not an integer of at least 1.
@@ -249,16 +250,17 @@ class Shampoo(RuleOptimizer, rule=ShampooRule):
         decay: Decay rate of the statistics. With 1 they are sums, as in the paper. Below 1 they are averages
             :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.
         eps: Added to the eigenvalues of the statistics. In the paper :math:`L_0 = \epsilon I`. It should be above 0,
-            for statistics of few gradients are singular.
+            because the statistics of a few gradients are singular.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
-        graft: Give each parameter's step the length of Adam's step without momentum. Then use Adam's ``lr``.
+        graft: Give each parameter's step the length of Adam's step without momentum. Use Adam's ``lr`` with this
+            option.
         graft_decay: Decay rate of the average of squares, if ``graft``.
         graft_eps: Added to the root of the squares, if ``graft``.
         block_size: Longer axes are divided into parts of at most this length. Each block of the parameter has its own
             matrices.
         root_every: Steps from one computation of the roots to the next. They are also computed at each of the first
-            so many steps, when statistics change fast.
-        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+            ``root_every`` steps, because the statistics change fast there.
+        maximize: Maximize the loss: negate the gradient. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.

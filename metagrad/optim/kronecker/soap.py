@@ -62,7 +62,8 @@ class SOAPRule(AxisMatrices):
     The bases are inexact by rounding and by ``shift``. An estimate of the error that this makes in a component of the
     gradient is added to :math:`V`. So a component that is zero in exact arithmetic, as in the null space of the
     statistics, takes nearly no step. Components that are not well above this error take shorter steps than in the
-    paper. In float32 these are singular values below about a thousandth of the largest one.
+    paper. In float32 these are components with singular values below about a thousandth of the largest singular
+    value.
 
     A tensor of k axes has k bases. Scalars, and vectors unless ``precondition_1d``, are updated as by AdamW. The rule
     is differentiable, also through the bases.
@@ -71,18 +72,19 @@ class SOAPRule(AxisMatrices):
     shift.
 
     Args:
-        lr: The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and more.
+        lr: The learning rate :math:`\eta`. The paper uses 3e-3, for language models of 360 million parameters and
+            more.
         betas: Decay rates of the average gradient, and of the averages of squares and statistics.
         eps: Added to the root.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
-        shift: The share of their mean eigenvalue that is added to statistics for the computation of bases. This makes
-            bases a smooth function, also if statistics have no full rank. 0 is the paper's. The relative error of
-            derivatives is about the machine precision divided by it. Derivatives in float32 raise an error below
-            6e-5.
+        shift: Share of the mean eigenvalue of the statistics that is added to them before the bases are computed.
+            Bases are then a smooth function of the statistics, even if these are rank-deficient. The paper uses 0.
+            The relative error of derivatives is about the machine precision divided by ``shift``. Derivatives in
+            float32 raise an error below 6e-5.
         basis_every: Steps from one iteration of the bases to the next.
         max_size: Longer axes have no basis.
         precondition_1d: If True, vectors also have a basis.
-        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weights decay as before.
 
     Example:
         The first step is Adam's in the eigenbasis: singular values become 1.
@@ -224,8 +226,8 @@ soap = SOAPRule
 def first_basis(matrix: Tensor, shift: float | Tensor) -> Tensor:
     r"""Compute the eigenvectors of ``A + s diag(0, 1/n, 2/n, ...)``, with ``s`` the mean eigenvalue times ``shift``.
 
-    If A is rank-deficient, its null space has many bases, and a decomposition returns an arbitrary one. The
-    second term, however small, selects a basis that depends smoothly on A.
+    If A is rank-deficient, its null space has many bases, and a decomposition returns an arbitrary basis. The second
+    term, however small, selects a basis that depends smoothly on A.
     """
     n = matrix.shape[-1]
     ramp = torch.arange(n, dtype=matrix.dtype, device=matrix.device) / n
@@ -262,18 +264,19 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
 
     Args:
         params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
-        lr: The learning rate :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and more.
+        lr: The learning rate :math:`\eta`. The paper uses 3e-3, for language models of 360 million parameters and
+            more.
         betas: Decay rates of the average gradient, and of the averages of squares and statistics.
         eps: Added to the root.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
-        shift: The share of their mean eigenvalue that is added to statistics for the computation of bases. This makes
-            bases a smooth function, also if statistics have no full rank. 0 is the paper's. The relative error of
-            derivatives is about the machine precision divided by it. Derivatives in float32 raise an error below
-            6e-5.
+        shift: Share of the mean eigenvalue of the statistics that is added to them before the bases are computed.
+            Bases are then a smooth function of the statistics, even if these are rank-deficient. The paper uses 0.
+            The relative error of derivatives is about the machine precision divided by ``shift``. Derivatives in
+            float32 raise an error below 6e-5.
         basis_every: Steps from one iteration of the bases to the next.
         max_size: Longer axes have no basis.
         precondition_1d: If True, vectors also have a basis.
-        maximize: Climb: use the gradient with the other sign. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.

@@ -49,7 +49,7 @@ class History:
 
     @classmethod
     def empty(cls, like: Tensor) -> History:
-        """Begin without pairs, for vectors in the shape of a given one."""
+        """Begin without pairs, for vectors in the shape of a given vector."""
         none = like.new_empty(0, like.numel())
         return cls(none, none, like.new_empty(0, 0))
 
@@ -120,12 +120,13 @@ class LBFGS(VectorOptimizer):
 
     .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
 
-    with the inverse Hessian :math:`B` that the last differences of positions and gradients give. A pair without
-    positive curvature :math:`s^\top y` is left out. ``step(closure)`` calls the closure at the initial and at other
-    parameters. It iterates until the largest element of the gradient is at most ``tolerance_grad``, neither the loss
-    nor any parameter changes by more than ``tolerance_change``, or ``max_iter`` iterations or ``max_eval`` calls are
-    made. It returns the loss at its beginning, and leaves the gradient there in ``.grad``. Without a closure, after
-    ``loss.backward()``, a step is one iteration, with gradients that may be clipped or accumulated.
+    where the inverse Hessian :math:`B` is estimated from pairs (s, y) of the last differences of parameters and
+    gradients. A pair without positive curvature :math:`s^\top y` is left out. ``step(closure)`` calls the closure at
+    the initial and at other parameters. It iterates until the largest element of the gradient is at most
+    ``tolerance_grad``, neither the loss nor any parameter changes by more than ``tolerance_change``, or ``max_iter``
+    iterations or ``max_eval`` calls are made. It returns the loss at the initial parameters, and leaves the gradient
+    at these parameters in ``.grad``. Without a closure, after ``loss.backward()``, a step is one iteration, with
+    gradients that may be clipped or accumulated.
 
     Closures have torch's form: they write gradients and return the loss, which the line search decreases.
     Names and defaults are torch's, except that the line search is on.
@@ -135,7 +136,7 @@ class LBFGS(VectorOptimizer):
         lr: The factor :math:`\eta` of every direction. A line search starts at this length, and may end at
             another length.
         max_iter: Maximum number of iterations of a step.
-        max_eval: Maximum number of calls of the closure in a step. None is 5/4 of ``max_iter``, but at least
+        max_eval: Maximum number of calls of the closure in a step. None means 5/4 of ``max_iter``, but at least
             25, which is enough for a line search.
         tolerance_grad: A step ends if the absolute value of every element of the gradient, including weight decay, is
             at most this number.
@@ -143,9 +144,10 @@ class LBFGS(VectorOptimizer):
             no parameter changes by more than this in its interval.
         history_size: Maximum number of stored pairs.
         line_search_fn: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe
-            conditions by cubic interpolation, at the cost of a gradient each. None takes 1.
+            conditions by cubic interpolation, at the cost of one gradient for each length. None always uses length
+            1.
         weight_decay: :math:`\gamma`: the objective is the loss with the penalty :math:`\gamma |w|^2 / 2`.
-        maximize: Climb.
+        maximize: Maximize the loss: negate the gradient.
         nonfinite: Reaction if the loss, a gradient or a new value is NaN or infinite. ``"raise"`` raises an
             error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
 
@@ -339,9 +341,9 @@ def _largest(values: Tensor) -> float:
 
 _DECREASE, _CURVATURE = 1e-4, 0.9
 _CLOSEST, _FARTHEST = 0.01, 10.0
-"""Extrapolation goes beyond the last interval by this part of it, and to at most this multiple of its end."""
+"""Bounds of an extrapolated length: the fraction of the last interval beyond its end, and the multiple of its end."""
 _MARGIN = 0.1
-"""An interpolation that is repeatedly this close to an end of its interval, relative to it, is moved away."""
+"""A length that is repeatedly this close to an end of its interval, relative to the interval, is changed."""
 
 
 class Point(NamedTuple):

@@ -56,7 +56,7 @@ class LeastSquares(Generic[P]):
     """The result of :func:`least_squares`.
 
     Attributes:
-        value: The final parameters, in the form of the initial ones, without a graph.
+        value: The final parameters, in the form of the initial parameters, without a graph.
         result: The reason why the fit ended.
         loss: Half the final sum of squared residuals.
         gradient: The largest absolute element of its gradient.
@@ -94,7 +94,7 @@ def least_squares(
 
     .. math:: \min_w \; f(w) = \tfrac{1}{2} \sum_i r_i(w)^2
 
-    by the steps of :class:`GaussNewton`. Systems of few residuals or parameters are factorized, and larger ones are
+    by the steps of :class:`GaussNewton`. Systems of few residuals or parameters are factorized. Larger systems are
     solved by conjugate gradients, without a Jacobian in memory. Tolerances mean the same as in
     ``scipy.optimize.least_squares``. A tolerance below the precision of the dtype is replaced by that precision.
 

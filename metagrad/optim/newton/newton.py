@@ -37,9 +37,9 @@ from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsW
 from metagrad.optim.torch_optim.state import PendingUpdate
 
 POOR, GOOD = 0.25, 0.75
-"""Below the first ratio of actual to predicted reduction, damping increases. Above the second, it decreases."""
+"""Damping increases below the first ratio of actual to predicted reduction, and decreases above the second."""
 LEAST_FACTOR, MOST_FACTOR = 1e-10, 1e10
-"""Bounds of the factor that multiplies the initial damping. Bounded damping can recover."""
+"""Bounds of the factor that multiplies the initial damping, so that the damping can recover."""
 _SUFFICIENT = 1e-4  # share of the slope that a line search must achieve
 _HALVINGS = 30
 _FIRST = 0.1  # share of the curvature along a step that becomes the damping if it was 0
@@ -164,7 +164,7 @@ def conjugate_gradients(
 
 
 class Problem(NamedTuple):
-    """The objective of a step: the signed loss and penalty, as a function of the moving parameters."""
+    """The objective of a step: the signed loss and penalty, as a function of the updated parameters."""
 
     params: Params
     w: Tensor
@@ -266,8 +266,8 @@ class NewtonCG(VectorOptimizer):
         weight_decay: :math:`\gamma`: the loss includes the penalty :math:`\gamma |w|^2 / 2`, in its gradient, its
             matrix and its reduction.
         damping: :math:`\lambda_0`. With adaptation, a schedule of the damping is multiplied by the current factor.
-        warm_start: Share of the last solution at which conjugate gradients start, at the cost of one product.
-            With 0, conjugate gradients start at 0. Martens uses 1.
+        warm_start: Conjugate gradients start at this share of the last solution, at the cost of one product. With 0,
+            conjugate gradients start at 0. Martens uses 1.
         rtol: Conjugate gradients end at this norm of the residual, relative to the norm of the gradient.
         progress: Conjugate gradients end if the model decreases by less than this for each step (Martens'
             rule). None disables it.
@@ -275,10 +275,10 @@ class NewtonCG(VectorOptimizer):
         adapt: Evaluate the loss at the end of a step, to adapt damping and length. This costs a forward pass or
             more. Otherwise both are constant, and a step may climb.
         change: The factor of the damping, above 1.
-        maximize: Climb.
+        maximize: Maximize the loss: negate the gradient.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite. ``"raise"`` raises an
             error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
-        seed: Seed of the random numbers, which also depend on the number of the step. None takes
+        seed: Seed of the random numbers, which also depend on the number of the step. None means
             ``torch.initial_seed()``.
 
     Raises:

@@ -41,7 +41,7 @@ class AdaHessian(DiagonalOptimizer):
         maximize: Maximize the loss instead of minimizing it. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite. ``"raise"`` raises an
             error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
-        seed: Seed of the random numbers, which also depend on the number of the step. None takes
+        seed: Seed of the random numbers, which also depend on the number of the step. None means
             ``torch.initial_seed()``.
 
     Raises:

@@ -34,14 +34,14 @@ class WeightedLoss(NamedTuple):
 
 
 class RecordedLoss(NamedTuple):
-    """A computed loss of known form, and its place in the graph."""
+    """A computed loss of known form, and its node in the graph."""
 
     known: OutputLoss
     edge: GradientEdge  # not the tensor, which may be written to, as by loss /= 2
 
     @classmethod
     def of(cls, value: Tensor, known: OutputLoss | None) -> list[RecordedLoss]:
-        """Note a value, unless it has no graph or no known form."""
+        """Return the record of a value, or no record if it has no graph or no known form."""
         return [] if known is None or not value.requires_grad else [cls(known, get_gradient_edge(value))]
 
 

@@ -42,7 +42,7 @@ class LayerCall:
         inputs: Input of the layer.
         has_bias: True if the bias is trained with the weight.
         gradient: Gradient of the output, summed over the backward passes that wrote the gradient of the weight. None
-            before the first one.
+            before the first such pass.
         open_before: Earlier calls of the layer that had no gradient yet when this call was made.
     """
 
@@ -113,11 +113,11 @@ class KFAC(CurvatureOptimizer):
         V &\leftarrow \nu (\mu V + D) + \lambda W, \qquad W \leftarrow W - \eta V, \qquad
         \nu = \min\bigl(1, \sqrt{\kappa / (\eta^2 D^\top \nabla)}\bigr)
 
-    with :math:`a` the inputs of a layer, a 1 for its bias among them, and :math:`g` the gradients of its outputs,
-    seen by hooks. It knows ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, whose patches are inputs at
-    several positions. Parameters of other modules follow the plain gradient within the bound of ``kl_clip``. One
-    warning names them. Grouped convolutions, and layers that are shared or called twice in one backward pass, raise
-    an error that names them, and so do sparse gradients.
+    where :math:`a` are the inputs of a layer, including a 1 for its bias, and :math:`g` are the gradients of its
+    outputs, which hooks record. The optimizer supports ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and
+    ``nn.Conv3d``. The patches of a convolution are inputs at several positions. Parameters of other modules follow
+    the plain gradient within the bound of ``kl_clip``. One warning names them. Grouped convolutions, and layers that
+    are shared or called twice in one backward pass, raise an error that names them, and so do sparse gradients.
 
     With ``fisher="empirical"`` any loop works: ``loss.backward()`` and ``opt.step()``, or a closure. With
     ``"sampled"`` the labels are sampled from the prediction of the model. This estimates the true Fisher matrix, at
@@ -145,26 +145,26 @@ class KFAC(CurvatureOptimizer):
         damping: Added to the Fisher matrix, :math:`\gamma`. It must be above 0, since the factors of few examples are
             singular.
         weight_decay: Weight decay :math:`\lambda`: :math:`\lambda w` is added to the direction.
-        decay: Decay rate :math:`\beta` of the running averages, below 1. Average ``k`` keeps ``1 - 1 / k`` if
-            that is less.
+        decay: Decay rate :math:`\beta` of the running averages, below 1. The k-th average uses ``1 - 1 / k`` if this
+            is smaller.
         curvature_every: Steps from one estimate of the factors to the next. The first step makes an estimate.
         inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
         kl_clip: Upper bound of :math:`\eta^2 D^\top \nabla` over all parameters of a group, :math:`\kappa`.
-            If the bound is exceeded, the direction and the momentum are multiplied by :math:`\nu`. None: no
+            If the bound is exceeded, the direction and the momentum are multiplied by :math:`\nu`. None means no
             bound.
         fisher: The labels: ``"empirical"`` takes the labels of the data, ``"sampled"`` draws them from the model, for
             losses of known form.
-        loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``. It matters for
-            ``"empirical"``.
+        loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``. Only ``"empirical"`` uses
+            it.
         eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC).
             ``damping`` is then added to these moments.
         maximize: Maximize the loss: negate the gradient.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.
-        params: Groups of the model's parameters with their own hyperparameters. Other parameters stay. A layer
-            belongs to the group of its weight. A bias in another group follows the plain gradient.
-        seed: Seed of the random numbers, which also depend on the number of the step. None takes
+        params: Groups of the model's parameters with their own hyperparameters. Other parameters do not change. A
+            layer belongs to the group of its weight. A bias in another group follows the plain gradient.
+        seed: Seed of the random numbers, which also depend on the number of the step. None means
             ``torch.initial_seed()``.
 
     Raises:

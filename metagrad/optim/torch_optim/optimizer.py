@@ -70,10 +70,11 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     A step is computed before it is written. Nothing changes if the loss, a gradient, the curvature or a result is NaN
     or infinite, or if a matrix cannot be factorized. Such a step raises an error or is left out, by ``nonfinite``.
-    The check costs the norms of gradients and new values, and a synchronization on an accelerator. During a step the
-    new values and the new state exist in addition to the old ones.
+    The check costs the norms of gradients and new values, and a synchronization on an accelerator. During a step,
+    the new values and the new state need memory in addition to the old values and the old state.
 
-    A parameter in half precision is updated in float32 and rounded. Its state is float32, also after it is loaded.
+    A parameter in half precision is updated in float32 and rounded. Its state stays in float32, also after loading a
+    state.
 
     Raises:
         ValueError: A hyperparameter is out of its range, or not a number or a 0-d tensor.
@@ -176,7 +177,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         return {"skipped": self.__dict__.get("_skipped", 0)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. Tensors go to the devices of their parameters, floating point ones in the dtype of steps."""
+        """Load a state.
+
+        Tensors go to the devices of their parameters. Floating point tensors are converted to the dtype of steps.
+        """
         with keeping_dtypes(self):
             super().load_state_dict(state_dict)
 
@@ -255,7 +259,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             return None
 
     def _leaves_out(self) -> bool:
-        """Return whether failed steps are skipped, and count one."""
+        """Return whether failed steps are skipped, and if so count one skipped step."""
         if self.param_groups[0].get("nonfinite", "raise") != "skip":
             return False
         self._skipped = self.stats["skipped"] + 1

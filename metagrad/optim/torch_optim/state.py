@@ -1,4 +1,4 @@
-"""The state of a rule, stored by parameter as in ``torch.optim``, and a step that is written if it is finite."""
+"""The state of a rule, stored by parameter as in ``torch.optim``, and steps that are written only if finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ParameterState: TypeAlias = dict[str, Any]
 def joined(rule: Rule, states: Mapping[str, ParameterState], params: Params) -> Any:
     """Combine the states of parameters into the state of a rule, and initialize missing slots.
 
-    All slots are missing before the first step. Later a slot is missing if its option was set in between.
+    All slots are missing before the first step. Later a slot is missing if its option was enabled after the last
+    step.
     """
     pattern = _pattern_of(rule)
     slots = [field for field, value in pattern._asdict().items() if isinstance(value, dict)]
@@ -59,7 +60,7 @@ def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """Replace the cast of ``torch.optim``'s ``load_state_dict``, which gives state the dtype of the parameter.
 
     With that cast, a float32 average of a bfloat16 parameter would lose 16 bits at every resume, and row numbers
-    would become floating point. Tensors are copied, so two optimizers never share one.
+    would become floating point. Tensors are copied, so two optimizers never share a tensor.
     """
     given: dict[str, Any] = {}
 

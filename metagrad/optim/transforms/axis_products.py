@@ -81,14 +81,14 @@ def axis_products(matrices: Mapping[str, Sequence[Tensor | None]], *, psd: bool 
         G \leftarrow G \times_1 M_1 \times_2 M_2 \dots \times_k M_k, \qquad
         (G \times_1 M)_{i \dots} = \sum_j M_{ij} G_{j \dots}
 
-    which is the Kronecker product :math:`M_1 \otimes \dots \otimes M_k` on the elements of :math:`G`. It can be
-    differentiated with respect to the matrices, the same ones for all stacked tasks.
+    which is the Kronecker product :math:`M_1 \otimes \dots \otimes M_k` on the elements of :math:`G`. It is
+    differentiable with respect to the matrices, which all stacked tasks share.
 
     Args:
         matrices: A dict from the name of a parameter to a matrix ``[n, n]`` for each of its axes. A vector ``[n]`` is
-            a diagonal, and None is the identity. If there are fewer matrices than axes, the last axes count as one.
-            So a convolution ``[out, in, height, width]`` with three matrices has one for outputs, inputs and the
-            filter. Any matrix may require grad.
+            a diagonal. None means the identity. If there are fewer matrices than axes, the last axes are flattened
+            into one axis. So a convolution ``[out, in, height, width]`` with three matrices has one for outputs,
+            inputs and the filter. Any matrix may require grad.
         psd: Multiply by :math:`M^\top M`, which is positive semi-definite, instead of :math:`M`.
 
     Raises:

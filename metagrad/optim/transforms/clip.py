@@ -81,7 +81,7 @@ def clip_by_norm(max_norm: Hyperparameter) -> ClipByNorm:
 
     Raises:
         ValueError: ``max_norm`` is negative.
-        TypeError: ``max_norm`` is of an unknown form.
+        TypeError: ``max_norm`` has an unsupported type.
 
     Example:
         >>> rules = metagrad.optim.rules

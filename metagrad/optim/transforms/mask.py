@@ -57,7 +57,7 @@ class Mask(RuleNode):
         return {key: both[key] for key in params}, MaskState(rule_state, other_state)
 
     def _split(self, tensors: Params) -> tuple[Params, Params]:
-        """Return the tensors whose names match, and the remaining ones."""
+        """Return the tensors whose names match, and the remaining tensors."""
         parts: tuple[Params, Params] = ({}, {})
         for key, tensor in tensors.items():
             is_named = (

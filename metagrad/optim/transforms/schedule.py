@@ -63,8 +63,8 @@ def schedule(rule: Rule, **values: Callable[[Any], Hyperparameter] | Hyperparame
     .. math:: w_{t+1} = \mathrm{update}_{h(t)}(w_t), \qquad t = 0, 1, \dots
 
     Args:
-        rule: Any functional optimizer that has these hyperparameters. To schedule one within a chain or a
-            mask, schedule it there: ``chain(clip_by_norm(1.0), schedule(adam(), lr=...))``.
+        rule: Any functional optimizer that has these hyperparameters. To schedule an optimizer within a chain or a
+            mask, apply ``schedule`` to this optimizer: ``chain(clip_by_norm(1.0), schedule(adam(), lr=...))``.
         **values: A dict from the name of a hyperparameter to a function of the number of steps so far, which starts
             at 0. It returns a number or a tensor, which may require grad. A tensor ``[steps]`` works as for the rule
             itself. The function must depend only on its argument. In a compiled loop the argument is a 0-d tensor, so

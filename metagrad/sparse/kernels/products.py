@@ -56,7 +56,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def matmul(pattern: Pattern, values: Tensor, dense: Tensor) -> Tensor:
-    """Multiply a sparse matrix, values [nnz], by a dense one: [m, K] to [n, K]."""
+    """Multiply a sparse matrix, values [nnz], by a dense matrix: [m, K] to [n, K]."""
     with timing("product"), _own_dtype(dense):
         if not pattern.nnz or not dense.shape[1]:
             result = dense.new_zeros(pattern.shape[0], dense.shape[1])

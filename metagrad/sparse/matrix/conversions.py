@@ -78,7 +78,7 @@ class Conversions(Entries):
 
         Raises:
             ValueError: ``tensor`` is not two-dimensional, or ``mask`` has another shape or device.
-            TypeError: ``tensor`` is not strided floating point, or ``mask`` is not bool.
+            TypeError: ``tensor`` is not a dense floating-point tensor, or ``mask`` is not boolean.
 
         Example:
             >>> metagrad.sparse.SparseTensor.from_dense(torch.tensor([[0.0, 5.0], [6.0, 0.0]]))
@@ -110,9 +110,9 @@ class Conversions(Entries):
             The matrix, without an autograd graph. It shares the values of ``tensor`` if their order is row-major.
 
         Raises:
-            ValueError: ``tensor`` requires grad: torch cuts the graph of its values at order 2. Or it has more
-                dimensions, or rows as entries.
-            TypeError: ``tensor`` is strided, or its numbers are not real floating point.
+            ValueError: ``tensor`` requires grad, because torch detaches the graph of its values at order 2. It is
+                also raised if ``tensor`` has more than two dimensions, or vectors as entries.
+            TypeError: ``tensor`` is dense, or its dtype is not real floating point.
 
         Example:
             >>> metagrad.sparse.SparseTensor.from_torch(torch.eye(2).to_sparse())

@@ -168,7 +168,7 @@ def _fitting(call: str, a: Matrix, b: Matrix) -> Matrix:
 
 
 def _at_entries(call: str, a: Entries, b: Tensor) -> Tensor:
-    """Return the number of a dense matrix for each entry of a sparse one."""
+    """Return the element of a dense matrix for each entry of a sparse matrix."""
     check_floating(call, "b", b)
     check_same(call, "a and b", a.values, b)
     if b.numel() == 1 and b.ndim <= 2:

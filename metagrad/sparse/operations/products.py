@@ -12,7 +12,7 @@ from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
 
 
 def spmm(a: Entries, b: Tensor) -> Tensor:
-    r"""Multiply a sparse matrix by a dense one.
+    r"""Multiply a sparse matrix by a dense matrix.
 
     .. math:: y_{ik} = \sum_{j \in \mathrm{row}\ i} a_{ij} \, b_{jk}
 

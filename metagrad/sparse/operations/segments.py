@@ -37,7 +37,7 @@ def gather(x: Tensor, index: Index) -> Tensor:
 
     Raises:
         ValueError: The number of rows of ``x`` is wrong, an id is out of range, or devices differ.
-        TypeError: ``x`` is not strided floating point, or the ids are not integers.
+        TypeError: ``x`` is not a dense floating-point tensor, or the ids are not integers.
 
     Example:
         >>> metagrad.sparse.gather(torch.tensor([1.0, 10.0]), torch.tensor([1, 0, 1]))
@@ -69,9 +69,9 @@ def segment_sum(values: Tensor, index: Index, num_segments: int | None = None) -
         [num_segments, ...]. A segment without entries gives 0.
 
     Raises:
-        ValueError: The number of values is wrong, an id is out of range, or devices differ. Or ``num_segments`` is
-            missing with ids, or given with Segments.
-        TypeError: ``values`` is not strided floating point, or the ids are not integers.
+        ValueError: The number of values is wrong, an id is out of range, or devices differ. It is also raised if
+            ``num_segments`` is missing with ids, or given with Segments.
+        TypeError: ``values`` is not a dense floating-point tensor, or the ids are not integers.
 
     Example:
         >>> metagrad.sparse.segment_sum(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 2]), 3)

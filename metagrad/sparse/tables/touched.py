@@ -99,7 +99,7 @@ def _found_ids(
 
 
 def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:
-    """Return a proxy that looks up the table itself and notes the ids."""
+    """Return a proxy that looks up the table itself and records the ids."""
     # A tracer of the outer function must see that each call makes a new proxy.
     if has_torch_function((table,)):
         return handle_torch_function(_noting, (table,), table, name, note)

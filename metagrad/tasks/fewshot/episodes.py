@@ -78,7 +78,7 @@ def draw_episodes(
         groups: The items of each class.
         num_tasks: Number of tasks.
         composition: Numbers of classes and examples.
-        generator: Source of random numbers. None is torch's global generator.
+        generator: Source of random numbers. None means torch's global generator.
     """
     classes_of_all = torch.full((num_tasks,), groups.num_groups, device=groups.device)
     most_ways = composition.most_ways(groups.num_groups)

@@ -61,16 +61,16 @@ class FewShot:
             is a label, or a name if the data set has `classes`. None uses the `splits` of the data set, or all.
         split: The split of the classes. Without lists in `classes`, 64, 16 and 20 % of the classes form `"train"`,
             `"validation"` and `"test"`, which are the same in every call.
-        labels: Label of each item, which replaces the label that the item has.
+        labels: Labels of the items, which replace the labels in the data set.
         transform: Maps x of an item to a tensor each time the item is drawn.
         on_small: `"raise"` raises an error if a class has too few items, `"skip"` leaves the class out.
         in_memory: True to load all items at once, without the transform.
         workers: Number of processes that load items. 0 loads them in this process.
         prefetch: Number of batches that each worker loads ahead. Give `sample` a generator that nothing else uses:
             batches loaded ahead are discarded if the state of the generator changes.
-        device: Device of the tasks and of items in memory. None is torch's default device.
-        dtype: Floating-point type of x. None is torch's default type for images, and otherwise the type of x. Images
-            in uint8 are divided by 255. Other integers are ids and keep their type.
+        device: Device of the tasks and of items in memory. None means torch's default device.
+        dtype: Floating-point type of x. None means torch's default dtype for images, and the dtype of x for other
+            data. Images in uint8 are divided by 255. Other integers are ids and keep their type.
 
     Attributes:
         classes: Labels or names of the classes that tasks are made of.
@@ -156,12 +156,12 @@ class FewShot:
 
         Args:
             num_tasks: Number of tasks.
-            generator: Source of random numbers, on the device of items in memory, else on the CPU. None is torch's
+            generator: Source of random numbers, on the device of items in memory, else on the CPU. None means torch's
                 global generator.
 
         Returns:
-            A batch. support.x is [tasks, ways * shots, ...] and support.y is [tasks, ways * shots] int64. In query,
-            `queries` takes the place of `shots`. No item is in both.
+            A batch. support.x is [tasks, ways * shots, ...] and support.y is [tasks, ways * shots] int64. query.x
+            and query.y have `queries` instead of `shots`. No item is in both support and query.
 
         Raises:
             ValueError: num_tasks is below one, or the generator is on another device.

@@ -55,7 +55,7 @@ class ImageFolders(Dataset[Any]):
         splits: The splits of classes in `CLASS/`: `"mini-ImageNet"` or `"CIFAR-FS"` for the published splits, or a
             mapping from `"train"`, `"validation"` and `"test"` to class names.
         transform: Maps a Pillow image to a tensor, as in torchvision. It replaces resizing.
-        mode: Pillow's name of the channels, `"RGB"` or `"L"`.
+        mode: Image mode of Pillow, `"RGB"` or `"L"`.
 
     Attributes:
         files: Path of each image.
@@ -211,7 +211,7 @@ def _read_table(path: Path) -> list[tuple[str, str]]:
 
 
 def _existing(folder: Path, ending: str) -> dict[str, Path]:
-    """Return the file or the folder of each split that has one."""
+    """Return the file or the folder of each split, if it exists."""
     paths = {split: [folder / f"{name}{ending}" for name in names] for split, names in SPLIT_FILES.items()}
     found = {split: next((path for path in some if path.exists()), None) for split, some in paths.items()}
     return {

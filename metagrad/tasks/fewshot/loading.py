@@ -253,7 +253,7 @@ def read_labels(call: str, dataset: Any, given: Any = None) -> Labels:
     they are loaded.
 
     Args:
-        call: How errors begin.
+        call: Name of the caller in error messages.
         dataset: A map-style data set.
         given: Labels from the user, [items]. They are not compared with the labels of the items.
 

@@ -43,7 +43,7 @@ class Omniglot(FewShot):
     | `"small1"` | 136 of the background | Lake et al. 2015 |
 
     Args:
-        root: The data folder, or its subfolder `omniglot`. None is `$METAGRAD_DATA`, else `~/.cache/metagrad`. The
+        root: The data folder, or its subfolder `omniglot`. None means `$METAGRAD_DATA`, else `~/.cache/metagrad`. The
             official zips are used first, then the folders extracted from them, then `omniglot_105_bits.npz`.
         ways: Number of classes of a task.
         shots: Number of support examples of each class.
@@ -55,7 +55,7 @@ class Omniglot(FewShot):
         resize: `"nearest"` resizes as Pillow does with black-and-white files, which MAML's results and many others
             use. `"area"` averages.
         download: True to download the official zips from the repository of the data set if nothing is found.
-        device: Device of the images. None is torch's default device.
+        device: Device of the images. None means torch's default device.
         dtype: Floating-point type of the images.
 
     Attributes:

@@ -39,7 +39,7 @@ def find_files(root: str | os.PathLike[str] | None, split: Split, *, download: b
     """Return the verified files or folders that together contain all characters of a split.
 
     Args:
-        root: The data folder, or its subfolder `omniglot`. None is `$METAGRAD_DATA`, else `~/.cache/metagrad`.
+        root: The data folder, or its subfolder `omniglot`. None means `$METAGRAD_DATA`, else `~/.cache/metagrad`.
         split: The split.
         download: True to download the official archives if nothing is found.
 
@@ -68,7 +68,7 @@ def verify(path: Path, *, origin: str | None = None) -> None:
 
     Args:
         path: A zip, a folder or the array file.
-        origin: How an error names the file. None is its path.
+        origin: How an error names the file. None means its path.
     """
     if path.suffix == ".zip":
         _compare("md5", path, ARCHIVES_MD5[path.stem], origin or str(path))

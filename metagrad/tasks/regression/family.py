@@ -81,8 +81,8 @@ class Regression:
         ranges: Lowest and highest value of each parameter of the formula.
         x: Lowest and highest input.
         noise: Standard deviation of the normal noise of support and query targets.
-        dtype: Floating-point type of every tensor. None is torch's default type.
-        device: Device of the tasks. None is torch's default device.
+        dtype: Floating-point type of every tensor. None means torch's default type.
+        device: Device of the tasks. None means torch's default device.
 
     Raises:
         ValueError: A number or a range is invalid, or dtype is not a floating-point type.
@@ -127,7 +127,7 @@ class Regression:
 
         Args:
             num_tasks: Number of functions.
-            generator: Source of random numbers. None is torch's global generator.
+            generator: Source of random numbers. None means torch's global generator.
 
         Returns:
             The functions, for `sample_examples`.
@@ -146,7 +146,7 @@ class Regression:
 
         Args:
             num_tasks: Number of functions.
-            generator: Source of random numbers. None is torch's global generator.
+            generator: Source of random numbers. None means torch's global generator.
 
         Returns:
             A batch. x and y are [tasks, shots, 1] in support and [tasks, queries, 1] in query.
@@ -162,7 +162,7 @@ class Regression:
 
         Args:
             functions: The functions, as `sample_functions` returns them.
-            generator: Source of random numbers. None is torch's global generator.
+            generator: Source of random numbers. None means torch's global generator.
 
         Returns:
             A batch with one task for each function.
@@ -195,7 +195,7 @@ class Regression:
             formula: Maps points [tasks, points, 1], and keyword arguments for the parameters, to values.
             ranges: Lowest and highest value of each parameter. Parameters are drawn in this order.
             num_tasks: Number of curves.
-            generator: Source of random numbers. None is torch's global generator.
+            generator: Source of random numbers. None means torch's global generator.
         """
         check_counts(f"{type(self).__name__}.sample", {"num_tasks": num_tasks})
         drawn = {name: self.uniform(ends, (num_tasks,), generator) for name, ends in ranges.items()}

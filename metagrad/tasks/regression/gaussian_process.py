@@ -123,7 +123,7 @@ class GaussianProcess(Regression):
         kernel: `"rbf"`, `"matern12"`, `"matern32"` or `"matern52"`.
         lengthscale: Lowest and highest lengthscale.
         scale: Lowest and highest standard deviation of a value.
-        period: Lowest and highest period. None is not periodic.
+        period: Lowest and highest period. None means that the kernel is not periodic.
         x: Lowest and highest input.
         **arguments: noise, dtype and device of `Regression`.
 
@@ -166,7 +166,7 @@ class GaussianProcess(Regression):
 
         Args:
             num_tasks: Number of functions.
-            generator: Source of random numbers. None is torch's global generator.
+            generator: Source of random numbers. None means torch's global generator.
 
         Returns:
             The functions, for `sample_examples` and `evaluate`.
