@@ -63,6 +63,7 @@ class CallState:
 
     def __init__(self, fn: Callable[..., Tree], name: str) -> None:
         self.reached = ReachableObjects(fn)
+        self.tensors = {id(tensor): tensor for _, tensor in self.reached.tensors}
         check_substitutable(name, self.reached.modules)
         self.settings = Flags(), AutocastState(), DispatchState()
 
@@ -72,6 +73,7 @@ class CallState:
         other.reached = copy.copy(self.reached)
         other.reached.contents = {}
         other.reached.tensors = [(place, place.get()) for place, _ in self.reached.tensors]
+        other.tensors = {id(tensor): tensor for _, tensor in other.reached.tensors}
         return other
 
 
@@ -92,26 +94,13 @@ class Recording(NamedTuple):
     structure: Structure
 
 
-class ReachableTensor(NamedTuple):
-    """A tensor that a call could read, although it is not an argument.
-
-    Attributes:
-        place: The place that holds the tensor.
-        tensor: The tensor.
-        content: A copy of the tensor, or its version. None if neither is known.
-    """
-
-    place: Place
-    tensor: Tensor
-    content: Tensor | int | None
-
-
 class Call:
     """A recorded call, as a function of a flat list of tensors that can be run any number of times.
 
     Attributes:
         fn: The function.
         name: How errors name the call.
+        contents: Copy or version of each reachable tensor, by id. None if neither is known.
         leaves: The leaf that an operand was in the first run, by the number of the operand.
         differentiated: For each operand, True if it required grad.
     """
@@ -122,19 +111,15 @@ class Call:
         self.fn, self.name, self.arguments, self.state = fn, name, arguments, state
         first = {id(tensor): index for index, tensor in reversed(list(enumerate(given)))}
         self.handed = [first[id(tensor)] for tensor in given]
-        self.numbers: list[int | None] = []
+        self.numbers: dict[int, int] = {}
         self.leaves: dict[int, Tensor] = {}
         self.differentiated: list[bool] = []
         self.written: set[int] = set()
-        reached = state.reached
+        reached, kept = state.reached, state.reached.contents
         self.cells = [(Place(cell, "cell_contents"), cell.cell_contents) for cell in reached.cells]
-        kept = reached.contents
-        self.found = [
-            ReachableTensor(place, t, content_of(t, kept if t.is_cpu else None))
-            for place, t in reached.tensors
-        ]
+        self.contents = {key: content_of(t, kept if t.is_cpu else None) for key, t in state.tensors.items()}
         self.random = RandomState(reached.generators, reached.libraries)
-        self.modules = ModuleSnapshot(reached.modules, reached.contents)
+        self.modules = ModuleSnapshot(reached.modules, kept)
         self.expected: ExpectedResults | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -160,7 +145,7 @@ class Call:
         # draws from them, its recomputation differs and raises an error.
         reached.libraries = {g.library for g, _ in self.random.states} | (reached.libraries or set())
         self._note_writes()
-        tensors = [*(found.tensor for found in self.found), *given]
+        tensors = [*self.state.tensors.values(), *given]
         known = _edges(tensors)
         walk = _walk(outputs, known)
         self.expected = ExpectedResults(walk, outputs, num_kept)
@@ -173,7 +158,7 @@ class Call:
         own = set(map(id, given))
         read = list({id(t): t for t in read if id(t) not in own}.values())
         numbers = {id(t): i for i, t in reversed(list(enumerate([*given, *read])))}
-        self.numbers = [numbers.get(id(found.tensor)) for found in self.found]
+        self.numbers = {key: numbers[key] for key in self.contents if key in numbers}
         self.leaves = {i: t for i, t in enumerate([*given, *read]) if t.requires_grad and t.is_leaf}
         self.differentiated = [t.requires_grad for t in (*given, *read)]
         return read
@@ -181,41 +166,44 @@ class Call:
     @contextlib.contextmanager
     def _set_up(self, tensors: Sequence[Tensor]) -> Generator[None]:
         """Restore the state around the call, with other tensors for its operands."""
-        copies: dict[int, Tensor] = {}
-        values = [
-            (found.place, self._again(found, copies) if number is None else tensors[number])
-            for found, number in zip(self.found, self.numbers, strict=True)
-        ]
+        values = {
+            key: tensors[self.numbers[key]] if key in self.numbers else self._again(key)
+            for key in self.contents
+        }
+        places = ((place, values[id(tensor)]) for place, tensor in self.state.reached.tensors)
         with contextlib.ExitStack() as stack:
             for setting in (*self.state.settings, self.random):
                 stack.enter_context(setting.restored())
             stack.enter_context(self.modules.restored(self.name))
-            stack.enter_context(placed([*self.cells, *values]))
+            stack.enter_context(placed([*self.cells, *places]))
             yield
 
-    def _again(self, found: ReachableTensor, copies: dict[int, Tensor]) -> Tensor:
+    def _again(self, key: int) -> Tensor:
         """Return a constant as the call found it: a copy if it has changed or if the call writes into it."""
-        key = id(found.tensor)
-        if key in self.written or not is_as_it_was(found.tensor, found.content):
-            if not isinstance(found.content, Tensor):
-                raise RuntimeError(
-                    f"{self.name}: a tensor of shape {tuple(found.tensor.shape)} that the function reads was "
-                    "modified in place between the forward pass and its recomputation. Call backward before an "
-                    "optimizer writes it, modify a copy, or pass it as an argument."
-                )
-            return copies.setdefault(key, found.content.clone())
-        return found.tensor
+        tensor, content = self.state.tensors[key], self.contents[key]
+        if key not in self.written and is_as_it_was(tensor, content):
+            return tensor
+        if not isinstance(content, Tensor):
+            raise RuntimeError(
+                f"{self.name}: a tensor of shape {tuple(tensor.shape)} that the function reads was modified in place "
+                "between the forward pass and its recomputation. Call backward before an optimizer writes it, modify "
+                "a copy, or pass it as an argument."
+            )
+        return content.clone()
 
     def _note_writes(self) -> None:
         """Note which constants the call wrote into. Raise ``ValueError`` if no copy of one of them is kept."""
-        self.written = {id(f.tensor) for f in self.found if not is_as_it_was(f.tensor, f.content)}
-        for found in self.found:
-            if id(found.tensor) in self.written and not isinstance(found.content, Tensor):
-                what = "that requires grad" if found.tensor.requires_grad else "that it did not make"
+        for key, tensor in self.state.tensors.items():
+            content = self.contents[key]
+            if is_as_it_was(tensor, content):
+                continue
+            if not isinstance(content, Tensor):
+                what = "that requires grad" if tensor.requires_grad else "that it did not make"
                 raise ValueError(
-                    f"{self.name}: the function reads a tensor of shape {tuple(found.tensor.shape)} {what} and "
+                    f"{self.name}: the function reads a tensor of shape {tuple(tensor.shape)} {what} and "
                     "writes into it in place, so running it again would see another value. Write into a copy."
                 )
+            self.written.add(key)
 
 
 class ExpectedResults:

@@ -19,7 +19,7 @@ from metagrad.core.budget import Memory, MemoryMode, checked_memory
 from metagrad.core.checks import check_count, check_function, is_integer, warn
 from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns
-from metagrad.core.tree import Tree, constants, detached, tree_map
+from metagrad.core.tree import Tree, constants, detached, dissect, tree_map
 
 
 def unroll(
@@ -142,7 +142,8 @@ def unroll(
         return in_turn(pieces, step, state, Arguments(args, rows))
 
     def checked_loop(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
-        return run_loop(_checked(step), state, args, times, mode, states)
+        is_recomputed = (states or mode in ("step", "sqrt", "log")) and cannot_recompute() is None
+        return run_loop(_checked(step, not is_recomputed), _views(state), args, times, mode, states)
 
     eager = functools.partial(run, checked_loop)
     compiles = False
@@ -159,23 +160,25 @@ def unroll(
     return last, aux
 
 
-def _checked(step: Step) -> Step:
+def _checked(step: Step, keeps_graphs: bool) -> Step:
     """Return a step that raises for modules that would give a wrong derivative.
 
-    The step gets views of its state. So a gradient with respect to the state is a partial derivative, also if one
-    tensor of the state was computed from another.
+    A gradient with respect to the state is a partial derivative, also if one tensor of the state was computed from
+    another. Recomputed steps return unrelated tensors. If the graphs are kept, each step gets views of its state.
     """
     updated: set[nn.Module | Tensor] | None = set() if torch.is_grad_enabled() else None
 
     def checked_step(state: Tree, *args: Any) -> Pair:
         with checked_reruns("unroll(step, ...)"), checked_statistics(updated):
-            return step(tree_map(_view, state), *args)
+            return step(_views(state) if keeps_graphs else state, *args)
 
     return checked_step
 
 
-def _view(leaf: Any) -> Any:
-    return leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
+@torch.enable_grad()
+def _views(state: Tree) -> Tree:
+    tensors, structure = dissect(state)
+    return structure.fill([t.view_as(t) if t.layout == torch.strided else t for t in tensors])
 
 
 def run_loop(
