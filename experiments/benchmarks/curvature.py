@@ -77,7 +77,7 @@ class Work:
         return F.cross_entropy(functional_call(self.model, params, (x,)), y)
 
     def few(self) -> Work:
-        """Return the same in float64 on four examples."""
+        """Return the same workload in float64 on four examples."""
         return Work(copy.deepcopy(self.model).double(), self.x[:4].double(), self.y[:4])
 
 

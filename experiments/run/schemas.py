@@ -239,7 +239,7 @@ LEFT_OUT = ("maximize", "foreach", "capturable", "differentiable", "fused", "gro
 
 
 def _fits(name: str) -> bool:
-    """Return whether the outer loop can use an optimizer. It has no layers for KFAC, and it has biases."""
+    """Return whether the outer loop can use an optimizer. KFAC needs a model, and Muon accepts only matrices."""
     made = getattr(optim, name)
     is_optimizer = isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
     return is_optimizer and made is not optim.Muon and "model" not in inspect.signature(made).parameters

@@ -325,7 +325,7 @@ def trained(
 
 
 def evaluated(data: Data, weights: Tensor, penalties: list[float]) -> dict[str, Any]:
-    """Train on weighted examples, with the penalty that validation chooses. Then add the validation examples."""
+    """Train on weighted examples with the penalty that is best on validation examples, then on both sets together."""
     found: dict[float, Params] = {}
     for penalty in sorted(penalties, reverse=True):
         start = list(found.values())[-1] if found else None

@@ -123,7 +123,7 @@ def load(seed: int) -> Ratings:
 
 
 def split(columns: Mapping[str, np.ndarray], seed: int) -> Ratings:
-    """Add the course, and draw the parts. A course is a lecturer's teaching for the own or for another department."""
+    """Add the column of courses, and split the students. A lecturer has one course for each value of ``service``."""
     columns = {**columns, "course": 2 * columns["lecturer"] + columns["service"]}
     columns |= {name: columns[name] + first for name, first in TRAITS.items()}
     students = np.random.default_rng(seed).permutation(np.unique(columns["student"]))

@@ -87,7 +87,8 @@ def lds(
 
     Args:
         training: The training.
-        scores: The scores. For large ``drop``, compute them at the mean of the subsets, with weights ``1 - drop``.
+        scores: The scores. For large ``drop``, compute the scores at the mean weights of the subsets, which are
+            ``1 - drop``.
         metrics: The function of :func:`metagrad.attribute`.
         drop: Share of the examples that a subset drops.
         subsets: Number of subsets.
@@ -277,7 +278,7 @@ def _norm(values: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Return the correlation of ``[..., m, k]`` along m. It is 0 if one of them is constant."""
+    """Return the correlation of ``[..., m, k]`` along m. It is 0 if an input is constant."""
     a, b = a - a.mean(-2, keepdim=True), b - b.mean(-2, keepdim=True)
     return (a * b).sum(-2) / (_norm(a, -2) * _norm(b, -2)).clamp(min=1e-12)
 

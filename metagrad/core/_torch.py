@@ -56,14 +56,14 @@ functorch_level_of = _C._functorch.maybe_get_level
 # Modes
 
 without_torch_function = _C.DisableTorchFunction
-"""Context manager that hides torch functions from both function modes and subclasses."""
+"""Context manager in which neither function modes nor subclasses handle torch functions."""
 
 without_torch_function_of_subclasses = _C.DisableTorchFunctionSubclass
-"""Context manager that hides torch functions from subclasses but not from function modes."""
+"""Context manager in which function modes handle torch functions, but subclasses do not."""
 
 with_torch_function = _C._EnableTorchFunction
 has_torch_function_of_subclasses = _C._is_torch_function_enabled
-"""Context manager that shows torch functions to subclasses, and the function that returns whether they are shown."""
+"""Context manager in which subclasses handle torch functions, and a function that returns whether they do."""
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Base class of modes that see every operation below autograd."""

@@ -1,8 +1,8 @@
 """Snapshots of the state of modules: flags, attributes, hooks and buffers.
 
 Modules can change during and after a loss computation. Examples are ``eval()``, a new dropout probability, a counter
-in ``forward``, and ``self.mean = 0.9 * self.mean + ...``. A recomputation must start from the original state and must
-not change the current one.
+in ``forward``, and ``self.mean = 0.9 * self.mean + ...``. A recomputation must start from the original state and
+must not change the current state.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class ModuleSnapshot:
         """Return the first changed module and a description of the change, or None.
 
         Args:
-            since: Snapshot of the same modules that attributes are compared with. It may be later than this snapshot,
-                because the first call of a module may set attributes.
+            since: Another snapshot of the same modules, whose attributes are the reference. It may be later than
+                this snapshot, because the first call of a module may set attributes.
         """
         for module, name, buffer, value in self._buffers:
             if module._buffers.get(name) is not buffer or not is_as_it_was(buffer, value):

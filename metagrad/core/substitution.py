@@ -78,7 +78,7 @@ def own_buffers(modules: Iterable[nn.Module]) -> Generator[None]:
 def exchanged(values: Mapping[Tensor, Tensor]) -> Generator[None]:
     """Context manager in which parameters have other values.
 
-    Their storages are replaced, not written to. Graphs hold the parameters, whose versions must not change.
+    Their storages are replaced, not written to. Graphs hold the parameters, so their versions must not change.
     """
     kept = {p: p.data for p in values}
     try:

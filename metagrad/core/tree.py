@@ -162,7 +162,7 @@ def detached(tree: Tree) -> Tree:
 
 
 def with_fresh_views(new: Params, old: Params) -> Params:
-    """Return new parameters, with a view of each one that is a tensor of ``old``.
+    """Return new parameters, in which each tensor that is also in ``old`` is replaced by a view.
 
     Other new parameters can depend on that tensor. A gradient with respect to the view is a partial derivative,
     which excludes that dependence. Compiled code has partial derivatives anyway.

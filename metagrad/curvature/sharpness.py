@@ -213,7 +213,7 @@ def _checked(loss: Tensor) -> Tensor:
 
 
 def _searched(climbs: Callable[[float], bool]) -> float:
-    """Return the length at which a loss is as high as at 0, which lies between doublings of 1."""
+    """Search the length at which a loss is as high as at length 0, by doubling or halving 1 and then by bisection."""
     low, high = 0.0, 1.0
     if climbs(1.0):
         while high > 2.0**-_DOUBLINGS and climbs(high / 2):

@@ -31,7 +31,7 @@ LOOSE_FOR_TASKS = 0.1
 
 
 class SplitLoss(NamedTuple):
-    """A loss of a model's outputs and a quadratic penalty, whose Gauss-Newton matrix takes the place of the Hessian.
+    """A loss of a model's outputs plus a quadratic penalty. Its Gauss-Newton matrix replaces the Hessian.
 
     Attributes:
         losses: A scalar, or the losses ``[tasks]``, with the penalty.

@@ -41,7 +41,7 @@ class RootMethod(Protocol):
     """A method that computes the steps of an iteration."""
 
     def begin(self, f: Rows) -> Callable[[Iterate, Tensor], Iterate]:
-        """Return a function of an iterate and the rows that still run to the next iterate."""
+        """Return a function that maps an iterate, and the mask of rows that still run, to the next iterate."""
         ...
 
 

@@ -93,8 +93,8 @@ def root(
         method: ``NewtonKrylov()`` by default. ``Anderson`` and ``Broyden`` are for functions that are close to
             ``g(x) - x``.
         order: How often the root can be differentiated. Each order keeps the graph of one evaluation.
-        solver: ``"gmres"``, or ``"lu"``, which makes the dense Jacobian.
-        rtol: Rows stop at this norm of f, relative to the norm at the start. Also the relative residual of the
+        solver: ``"gmres"``, or ``"lu"``, which materializes the dense Jacobian.
+        rtol: Rows stop at this norm of f, relative to the norm at the start. It is also the relative residual of the
             linear solves of derivatives.
         atol: Rows also stop at this norm of f.
         max_steps: Maximum number of steps.

@@ -91,7 +91,7 @@ class RuleNode:
     below: ClassVar[Mapping[str, float]] = {}
     """Upper bounds of their numbers, exclusive."""
     values: ClassVar[type]
-    """A named tuple with a number or tensor for each. ``betas`` are ``beta1``, ``beta2`` and so on."""
+    """A named tuple with a number or tensor for each hyperparameter. ``betas`` are ``beta1``, ``beta2`` and so on."""
     nested: ClassVar[tuple[str, ...]] = ()
     """The fields that are pytrees of rules or constants."""
 

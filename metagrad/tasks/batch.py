@@ -157,7 +157,9 @@ def rank_in(group: ProcessGroup | None) -> tuple[int, int]:
 
 
 def share_of(count: int, rank: int, size: int) -> slice:
-    """Return the share of a rank: consecutive items. If the count does not divide, the first ranks have one more.
+    """Return the share of a rank: consecutive items.
+
+    If the number of items is not divisible, the first ranks have one more item.
 
     Examples:
         >>> [share_of(5, rank, 3) for rank in range(3)]

@@ -107,11 +107,11 @@ class Model:
         )
 
     def params(self) -> Params:
-        """Return the trained parameters of the model, as they are now."""
+        """Return the trained parameters of the model with their current values."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def buffers(self) -> Params:
-        """Return copies of the buffers of the model, as they are now."""
+        """Return copies of the current buffers of the model."""
         return {name: b.detach().clone() for name, b in self.module.named_buffers()}
 
     @contextlib.contextmanager

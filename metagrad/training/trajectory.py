@@ -111,7 +111,7 @@ class Trajectory:
         self._run(keep_graphs=self.had_graphs)
 
     def _kept_at(self, offload: str | Path | None, first: State) -> States | FolderStates:
-        """Return where states are kept, with the first state. A folder can have later states."""
+        """Return where states are kept, with the first state. A folder can already hold later states."""
         if isinstance(offload, Path) or offload not in (None, "cpu"):
             examples = self.inputs.examples
             known = first, self.inputs.weights, examples.tensors, self.inputs.rule, tuple(self.plan)

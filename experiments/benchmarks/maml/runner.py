@@ -164,7 +164,7 @@ def ratios(record: Record, loop: Record) -> Ratios:
 
 
 def as_json(records: Records) -> dict[str, Any]:
-    """Return all that was measured, and the ratios."""
+    """Return all measurements, and the ratios."""
     return {
         name: asdict(record)
         | ({"ratios": asdict(ratios(record, records[BASELINE]))} if record.rounds else {})

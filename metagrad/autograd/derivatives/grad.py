@@ -31,7 +31,7 @@ def grad(
         loss: A tensor with one element.
         params: A tensor that requires grad, or a nested dict, list, tuple or named tuple of such tensors.
         create_graph: Return gradients that can be differentiated again. Inside a transform such as
-            ``torch.func.grad`` they are always differentiable.
+            ``torch.func.grad``, gradients are always differentiable.
         retain_graph: Keep the graph of the loss for another backward pass. The default is ``create_graph``.
         materialize_grads: Return zeros for parameters that the loss does not use, instead of raising.
 

@@ -27,13 +27,13 @@ def graph_vjp(
     Args:
         outputs: Tensors with a graph, of any shapes, or their gradient edges.
         inputs: The tensors of that graph, or the gradient edges, to differentiate with respect to.
-        cotangents: One for each output, in its shape.
+        cotangents: One cotangent for each output, in the shape of the output.
         batched: Take stacks ``[m, *shape]`` of cotangents, and return stacks.
         create_graph: Return differentiable products.
         retain_graph: Keep the graph for further products. The default is ``create_graph``.
 
     Returns:
-        One product for each input, in its shape. None if no output depends on the input.
+        One product for each input, in the shape of the input. None if no output depends on the input.
 
     Example:
         >>> from metagrad.autograd.derivatives.graph_vjp import graph_vjp

@@ -30,8 +30,8 @@ def linearize(loss: Tensor, params: Tree, *, create_graph: bool = False) -> Line
     Args:
         loss: A tensor with one element and a graph.
         params: A pytree of tensors that require grad and that the loss was computed from.
-        create_graph: Return a gradient and products that are differentiable. Inside ``torch.func.grad`` they
-            are always differentiable.
+        create_graph: Return a gradient and products that are differentiable. Inside ``torch.func.grad``, they are
+            differentiable in any case.
 
     Returns:
         A context manager with ``gradient`` and ``hvp(v)``.

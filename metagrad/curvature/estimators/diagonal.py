@@ -24,8 +24,8 @@ def diagonal(
 
     .. math:: \mathrm{diag} A = E[z \odot A z], \qquad z \in \{-1, 1\}^n
 
-    The error of an element is the norm of its off-diagonal row over sqrt(probes). Diagonal maps are exact.
-    Memory: four n-vectors and a chunk.
+    The error of an element is the norm of the off-diagonal part of its row, divided by sqrt(probes). Diagonal maps
+    are exact. Memory: four n-vectors and a chunk.
 
     Args:
         operator: The map, n x n and symmetric.

@@ -83,8 +83,8 @@ class Estimate:
 
     .. math:: \mathrm{value} \pm t_{\mathrm{level}, \, \mathrm{samples} - 1} \cdot \mathrm{stderr}
 
-    The interval is Student's. The interval reaches its level if there are many samples, or if they are
-    approximately normal. With ten samples of a skewed quantity (few large eigenvalues), coverage is up to ten
+    The interval uses Student's t distribution. The interval reaches its level if there are many samples, or if they
+    are approximately normal. With ten samples of a skewed quantity (few large eigenvalues), coverage is up to ten
     percent lower.
 
     Attributes:

@@ -157,7 +157,7 @@ class Kronecker(Operator):
 
     Args:
         space: The parameters.
-        blocks: The blocks. Each parameter is in one of them.
+        blocks: The blocks. Each parameter is in one block.
     """
 
     def __init__(self, space: ParameterSpace, blocks: Sequence[Eigenblock]) -> None:
@@ -176,7 +176,7 @@ class Kronecker(Operator):
         return self.space.join(list(parts.values()))
 
     def _damped(self, call: str, damping: float | Tensor, *, split: bool = False) -> list[Tensor]:
-        """Return damped eigenvalues. Raise ``ValueError`` if one is 0 up to rounding errors."""
+        """Return damped eigenvalues. Raise ``ValueError`` if an eigenvalue is 0 up to rounding errors."""
         self._refuse_closed()
         check_number(f"{call}: damping", float(torch.as_tensor(damping).detach()), 0)
         found = [block.damped(damping, split=split) for block in self.blocks]

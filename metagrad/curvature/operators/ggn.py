@@ -132,7 +132,7 @@ def operator_of(
     chunk: int,
     begin_pass: Callable[[], None] | None = None,
 ) -> Operator:
-    r"""Make :math:`J^\top M J` of one batch or of several, where ``M = output_matrix_of(evaluation)``."""
+    r"""Make :math:`J^\top M J` of one batch or of several batches, where ``M = output_matrix_of(evaluation)``."""
     is_alone = is_one_batch(data)
 
     def of_batch(batch: Batch) -> GaussNewtonOperator:
@@ -188,7 +188,7 @@ def fisher_of_outputs(evaluation: ModelEvaluation) -> OutputMatrix:
 
 
 def flattened(product: Callable[[Tensor], Tensor], output: Tensor) -> OutputMatrix:
-    """Return a product with vectors in the shape of an output as a product with flat rows."""
+    """Convert a product with vectors in the shape of an output to a product with flat rows."""
     return lambda rows: product(rows.reshape(*rows.shape[:-1], *output.shape)).reshape(rows.shape)
 
 

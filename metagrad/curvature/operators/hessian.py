@@ -64,7 +64,8 @@ def hessian(
             :func:`ggn` knows it in closed form, and ``"mean"`` for every other loss.
 
     Returns:
-        An operator, which is a context manager. For one batch it has the ``loss`` and its flat ``gradient``.
+        An operator, which is a context manager. For one batch, the operator also has the ``loss`` and its flat
+        ``gradient``.
 
     Raises:
         ValueError: The loss is not a scalar, or does not depend on a parameter (the error names it). A parameter has
@@ -159,7 +160,8 @@ class HessianOperator(GraphOperator):
             others: Tensors in the graph of the loss.
 
         Returns:
-            The derivative for each tensor, differentiable with ``create_graph``. None if there is none.
+            The derivative for each tensor, differentiable with ``create_graph``. None for a tensor without a
+            derivative.
 
         Example:
             >>> w, o = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)

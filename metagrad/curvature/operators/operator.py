@@ -458,7 +458,7 @@ class GraphOperator(Operator):
         return self._batched.rows(self._product, vectors, self._chunk, on_tape=self._recorded.on_tape)
 
     def restricted(self, block: ParameterSpace) -> GraphOperator:
-        """Return the diagonal block of some parameters. Backward passes end there."""
+        """Return the diagonal block of some parameters. Its backward passes end at these parameters."""
         self._refuse_closed()
         places = [self.space.names.index(name) for name in block.names]
         part = copy.copy(self)

@@ -201,7 +201,7 @@ def _transposed_product(inverse: Inverse, y: Tensor, u: Tensor) -> Tensor:
 
 
 class _Gate(Function):
-    """Passes cotangents to the step before only if a gradient is being differentiated.
+    """Passes cotangents to the previous step only if a gradient is being differentiated.
 
     Its second output is the switch. In a first backward pass, the switch has no cotangent. The cotangent of
     the first output is then A u = g, which the step has already processed. If :class:`_Switch` has run in the
@@ -226,7 +226,7 @@ class _Gate(Function):
 
 
 class _Switch(Function):
-    """The identity. Its backward opens the gate, which cannot run before it."""
+    """The identity. Its backward opens the gate, whose backward runs later."""
 
     @staticmethod
     def forward(u: Tensor, switch: Tensor) -> Tensor:

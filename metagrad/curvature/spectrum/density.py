@@ -126,9 +126,9 @@ def spectral_density(
 
     Each probe gives a Gauss rule from ``steps`` products. Its outer nodes are accurate eigenvalues if these
     are well separated. Each inner node represents many eigenvalues. Moments up to the degree 2 steps - 1 are
-    exact for the probe. Inside the bulk, detail finer than the range of the spectrum over ``steps`` is not
-    resolved, for any ``sigma``. The result is a constant for derivatives. See
-    :func:`metagrad.curvature.trace_of` for a differentiable function of the spectrum.
+    exact for the probe. Inside the bulk, the resolution is the range of the spectrum divided by ``steps``, for any
+    ``sigma``. The result is a constant for derivatives. See :func:`metagrad.curvature.trace_of` for a differentiable
+    function of the spectrum.
 
     Args:
         operator: A symmetric map of n-vectors.

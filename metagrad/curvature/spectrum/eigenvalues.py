@@ -22,9 +22,9 @@ from metagrad.curvature.spectrum.thick_restart import SpectrumEnd, Subspace, ran
 class Eigenpairs:
     r"""Approximate eigenvalues and eigenvectors of a symmetric operator.
 
-    There is an eigenvalue within ``residuals[i]`` of ``values[i]``. If the next eigenvalue is at a larger distance,
-    the value is more accurate: its error is at most the squared residual over the distance. The angle of the vector
-    to the eigenvector is about the residual over the distance.
+    There is an eigenvalue within ``residuals[i]`` of ``values[i]``. If the distance to the next eigenvalue is
+    larger, the error of the value is at most the squared residual divided by this distance. The angle between the
+    vector and the eigenvector is then about the residual divided by the distance.
 
     Attributes:
         values: Rayleigh quotients :math:`\lambda = v^T A v`, shape [k]. Differentiable if products are.

@@ -38,7 +38,7 @@ class LanczosStep(NamedTuple):
     Attributes:
         products: Products of the active rows, shape [num_active, n]. Differentiable if the operator's products are.
         directions: Unit vectors orthogonal to the bases, shape [num_starts, n]. Zero if a space is invariant.
-        norms: Norms of what the products add to the spaces, float64 on the CPU, shape [num_starts].
+        norms: Norms of the parts that the products add to the spaces, float64 on the CPU, shape [num_starts].
         scales: Largest norm of a product so far, float64 on the CPU, shape [num_starts].
     """
 

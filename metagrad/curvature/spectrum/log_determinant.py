@@ -23,7 +23,7 @@ def log_determinant(operator: LinearMap, *, damping: float = 0.0, **options: Any
 
     The determinant itself would overflow. If a Ritz value shows that the operator is not positive definite, this
     raises ``ValueError``. A few negative eigenvalues near zero may go unnoticed. The number of steps must be about
-    the square root of the condition number (see ``converged`` and ``stderr``). Damping lowers it.
+    the square root of the condition number (see ``converged`` and ``stderr``). Damping reduces the condition number.
 
     Args:
         operator: A symmetric map of n-vectors.

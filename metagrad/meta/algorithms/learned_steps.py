@@ -134,7 +134,7 @@ class MetaCurvature(MAML):
 
 
 def _identities(param: Tensor, *, is_table: bool) -> tuple[nn.Parameter | None, ...]:
-    """Return identity matrices: for each of the first two axes, and one for all further axes. One axis has ones."""
+    """Return an identity matrix for each of the first two axes, and one for all further axes. A vector gets ones."""
     if param.ndim < 2:
         return (nn.Parameter(torch.ones_like(param.detach().reshape(-1))),)
     sizes = param.flatten(2).shape if param.ndim > 2 else param.shape

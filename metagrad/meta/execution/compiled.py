@@ -48,7 +48,7 @@ def refusal(inner: InnerLoop, tasks: Tasks) -> str | None:
 
 
 def is_one_graph(inner: InnerLoop, params: Params, tasks: Tasks) -> bool:
-    """Return whether a meta-batch is compiled as one function: it is small, and no single step is needed."""
+    """Return whether a meta-batch is compiled as one function: it is small, and no step has to run separately."""
     assert inner.compiled is not None
     is_plain = type(inner) is InnerLoop and inner.start is None and inner.minimum is None
     if not is_plain or inner.memory != "full" or inner.compiled.by_steps or inner.steps > SEVERAL:
@@ -155,7 +155,7 @@ def _filled(
 class _EvaluatedBatch(Function):
     """Results of a meta-batch.
 
-    The backward pass of the mean query loss uses the gradient that was computed with them.
+    The backward pass of the mean query loss uses the gradient that was computed with the results.
     """
 
     @staticmethod

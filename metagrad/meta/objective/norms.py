@@ -135,7 +135,7 @@ def _repeated(tensor: Tensor, steps: int) -> Tensor:
 
 
 _Key: TypeAlias = tuple[int, str, int]
-"""The number of a pass, a layer, and the number of its earlier calls in that pass."""
+"""The number of a pass, a layer, and the number of earlier calls of the layer in that pass."""
 
 
 class Norms:

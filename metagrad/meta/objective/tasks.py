@@ -65,7 +65,7 @@ class Tasks(NamedTuple):
             yield self.select(i if size == 1 else slice(i, i + size))
 
     def select(self, index: int | slice | Tensor) -> Tasks:
-        """Return some of the tasks. An int selects one task without a task axis."""
+        """Return the selected tasks. An int selects one task without a task axis."""
         return tree_map(lambda tensor: None if tensor is None else tensor[index], self)
 
 

@@ -52,9 +52,9 @@ class AdamRule(PerParameter):
         eps: Added to the root. It bounds the step where gradients vanish.
         eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients. With
-            ``decoupled``, the factor of a separate step :math:`\eta \lambda w` that shrinks them.
+            ``decoupled``, the factor of a separate step :math:`\eta \lambda w` that shrinks the parameters.
         decoupled: Decay the weights separately from the gradients, as AdamW does.
-        amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
+        amsgrad: Divide by the root of the largest :math:`v` so far, instead of the root of :math:`v`.
         maximize: Maximize the loss: negate the gradient.
 
     Example:
@@ -141,7 +141,7 @@ class AdamWRule(AdamRule):
         eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         decoupled: If False, add ``weight_decay`` times the parameters to their gradients, as Adam does.
-        amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
+        amsgrad: Divide by the root of the largest :math:`v` so far, instead of the root of :math:`v`.
         maximize: Maximize the loss: negate the gradient.
 
     Example:

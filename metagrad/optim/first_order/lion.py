@@ -44,10 +44,11 @@ class LionRule(PerParameter):
     These arguments take every form of :data:`Hyperparameter`, and may require grad: lr, betas, weight_decay.
 
     Args:
-        lr: The learning rate :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than Adam's.
+        lr: The learning rate :math:`\eta`. Every element changes by ``lr`` in a step, so ``lr`` is 3 to 10 times
+            smaller than for Adam.
         betas: The share of the average in the direction, and the decay rate of the average, each from 0 to below 1.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`. It is 3 to
-            10 times larger than Adam's, since ``lr`` is smaller.
+            10 times larger than for Adam, because ``lr`` is smaller.
         maximize: Maximize the loss: negate the gradient. Weights decay as before.
 
     Example:
@@ -131,10 +132,11 @@ class Lion(RuleOptimizer, rule=LionRule):
 
     Args:
         params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
-        lr: The learning rate :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than Adam's.
+        lr: The learning rate :math:`\eta`. Every element changes by ``lr`` in a step, so ``lr`` is 3 to 10 times
+            smaller than for Adam.
         betas: The share of the average in the direction, and the decay rate of the average, each from 0 to below 1.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`. It is 3 to
-            10 times larger than Adam's, since ``lr`` is smaller.
+            10 times larger than for Adam, because ``lr`` is smaller.
         maximize: Maximize the loss: negate the gradient. Weights decay as before.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.

@@ -44,8 +44,9 @@ class SGDRule(PerParameter):
 
     Args:
         lr: The learning rate :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD.
-        momentum: The share :math:`\mu` of the last velocity that is kept. 0 keeps none.
-        dampening: The share :math:`\tau` of a gradient that its velocity leaves out, except in the first step.
+        momentum: The share :math:`\mu` of the last velocity that is kept. 0 disables momentum.
+        dampening: The share :math:`\tau` of each gradient that is not added to the velocity, except in the first
+            step.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients.
         nesterov: Look ahead along the new velocity.
         maximize: Maximize the loss: negate the gradient.

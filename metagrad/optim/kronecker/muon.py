@@ -39,8 +39,8 @@ class MuonRule(AxisMatrices):
         m_t &= \mu m_{t-1} + (1 - \mu) g_t, \qquad d_t = \mu m_t + (1 - \mu) g_t \text{ if nesterov, else } m_t \\
         w_t &= (1 - \eta \lambda) \, w_{t-1} - \eta \kappa \, \mathrm{NS}(d_t)
 
-    :math:`\mathrm{NS}` iterates a polynomial that brings all singular values of a matrix between about 0.7 and 1.2.
-    :math:`\kappa` depends on the shape. The optimizer accepts only matrices. :func:`mask` gives biases,
+    :math:`\mathrm{NS}` iterates a polynomial. It maps all singular values of a matrix to values between about 0.7
+    and 1.2. :math:`\kappa` depends on the shape. The optimizer accepts only matrices. :func:`mask` gives biases,
     embeddings and the last layer another rule. If tasks are stacked, every task has its own matrices.
 
     A gradient of exactly zero gives a step of zero, and is differentiable. torch's optimizer iterates in bfloat16,

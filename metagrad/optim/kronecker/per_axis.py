@@ -26,7 +26,7 @@ class AxisMatrices(PerParameter):
     batch_ndim: int
 
     def refuse_elements(self, **values: float | Tensor) -> None:
-        """Raise an error for values with elements, since they belong to the matrices of a whole parameter."""
+        """Raise an error for values that are not scalars, since they apply to the matrices of a whole parameter."""
         for name, value in values.items():
             if isinstance(value, Tensor) and value.ndim:
                 raise ValueError(

@@ -53,13 +53,12 @@ class SOAPRule(AxisMatrices):
         W_t &= (1 - \eta \lambda) W_{t-1} - \eta \, Q_L \,
                \frac{Q_L^\top M_t Q_R / (1 - \beta_1^t)}{\sqrt{V_t / (1 - \beta_2^t)} + \epsilon} \, Q_R^\top
 
-    and every ``basis_every`` steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`. Before
-    that, its columns, and :math:`V` with them, are put into the order of :math:`q^\top L_t q`. The first bases are
-    eigenvectors for the gradient of the first step. The paper's code skips the first step, but this optimizer
-    takes it.
-    :math:`M` is kept in the parameter's own coordinates, so that a new basis leaves it as it is.
+    and every ``basis_every`` steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, and similarly for :math:`Q_R`.
+    Before each update, the columns of the bases and :math:`V` are sorted by :math:`q^\top L_t q`. The first bases
+    are eigenvectors for the gradient of the first step. The paper's code skips the first step, but this optimizer
+    takes it. :math:`M` is stored in the parameter's own coordinates, so a new basis does not change it.
 
-    The bases are inexact by rounding and by ``shift``. An estimate of the error that this makes in a component of the
+    The bases are inexact by rounding and by ``shift``. An estimate of the resulting error of each component of the
     gradient is added to :math:`V`. So a component that is zero in exact arithmetic, as in the null space of the
     statistics, takes nearly no step. Components that are not well above this error take shorter steps than in the
     paper. In float32 these are components with singular values below about a thousandth of the largest singular

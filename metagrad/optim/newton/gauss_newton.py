@@ -44,22 +44,22 @@ class GaussNewton(NewtonCG):
         (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t \eta \, d_t
 
     with the Jacobian :math:`J` of the model's outputs and the Hessian :math:`H_L` of the loss with respect to them.
-    For squared errors, this is nonlinear least squares. With ``matrix="fisher"``, :math:`H_L` is the Fisher matrix of
-    the likelihood that the loss is the negative logarithm of, which makes it natural gradient descent.
+    For squared errors, this is nonlinear least squares. With ``matrix="fisher"``, :math:`H_L` is the Fisher matrix
+    of the likelihood whose negative logarithm is the loss. This is natural gradient descent.
 
     ``solver="dense"`` factorizes the system, in float64 and in the smaller of its two spaces. A step that does not
-    descend is rejected, and the system is factorized again with more damping. This needs rows of the Jacobian, so
-    losses must come from :meth:`residuals`. With ``geodesic``, the step follows the curvature of the residuals. This
-    costs one evaluation of the residuals. For a few thousand parameters or residuals, a dense step costs less than a
-    handful of products. It is exact, while conjugate gradients stop early.
+    descend is rejected, and the system is factorized again with more damping. The dense solver needs rows of the
+    Jacobian, so losses must come from :meth:`residuals`. With ``geodesic``, the step follows the curvature of the
+    residuals. This costs one evaluation of the residuals. For a few thousand parameters or residuals, a dense step
+    costs less than a handful of products. A dense step is exact, while conjugate gradients stop early.
 
     With ``solver="cg"``, damping and length are as in :class:`NewtonCG`. Products dominate the cost, so the direction
     of a step that does not descend is kept, and its length is reduced.
 
     The loss has to be computed inside the closure, or within ``with opt.recording():``. There, calls of
     ``F.mse_loss``, ``F.cross_entropy``, ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and
-    ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded. Residuals ``r`` are ``F.mse_loss(r,
-    torch.zeros_like(r))`` or :meth:`residuals`, a likelihood written by hand is :meth:`output_loss`, and
+    ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded. For residuals ``r``, use
+    ``F.mse_loss(r, torch.zeros_like(r))`` or :meth:`residuals`. For a custom likelihood, use :meth:`output_loss`.
     :func:`metagrad.optim.least_squares` fits residuals without a loop. Other parts of the loss, such as a penalty,
     enter only the gradient.
 

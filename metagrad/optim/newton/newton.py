@@ -253,8 +253,9 @@ class NewtonCG(VectorOptimizer):
     The closure is called once for gradient and curvature. Further calls only evaluate the loss, and their
     ``backward`` does nothing. Losses of several backward passes add up. Products with the curvature dominate
     the cost of a step, and they need less data than the gradient. ``opt.step(closure, curvature=part)`` takes
-    the curvature from another closure, for a part of the data. Options that all groups share, and random numbers and
-    buffers in further calls of the closure, are described in :class:`~metagrad.optim.newton.vector.VectorOptimizer`.
+    the curvature from another closure, for a part of the data. See
+    :class:`~metagrad.optim.newton.vector.VectorOptimizer` for the options that all groups share, and for random
+    numbers and buffers in further calls of the closure.
 
     With a ``GradScaler`` there is no closure to evaluate, so damping cannot adapt: use ``adapt=False``,
     ``opt.backward(scaler.scale(loss))`` and ``scaler.step(opt)``. Gradients and curvature are unscaled.

@@ -27,8 +27,8 @@ class SophiaH(DiagonalOptimizer):
         w_t &= (1 - \eta \lambda) w_{t-1}
                - \eta \, \operatorname{clip}\bigl(m_t / \max(\gamma h_t, \epsilon), 1\bigr)
 
-    If curvature is small or negative, the step is ``lr`` times the sign of the momentum. If it is large, the step is
-    a multiple of Newton's step. Use a closure of the usual form, or ``opt.backward(loss)`` instead of
+    If curvature is small or negative, the step is ``lr`` times the sign of the momentum. If the curvature is large,
+    the step is a multiple of Newton's step. Use a closure of the usual form, or ``opt.backward(loss)`` instead of
     ``loss.backward()``. Both work with a ``GradScaler``. Limits are listed in
     :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Sparse gradients raise an error.
     Steps between two estimates cost one gradient.

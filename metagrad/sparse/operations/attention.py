@@ -97,7 +97,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float)
 
 
 def _group(num: int, nnz: int) -> int:
-    """Choose how many heads to compute together: the same number each time, so that their pattern is made once."""
+    """Choose how many heads to compute together. The number divides ``num``, so all groups share one pattern."""
     most = min(num, max(TOGETHER // max(nnz, 1), 1))
     return next(size for size in range(most, 0, -1) if num % size == 0)
 

@@ -42,7 +42,7 @@ Matrix = TypeVar("Matrix", bound=Entries)
 
 
 def like(a: Matrix | type[Matrix], pattern: Pattern, values: Tensor) -> Matrix:
-    """Return a matrix of the type of ``a``, or of the type ``a``, without checks."""
+    """Return a matrix of the type of ``a``, or of type ``a`` if ``a`` is a type, without checks."""
     return a._of(pattern, values)
 
 

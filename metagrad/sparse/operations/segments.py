@@ -63,7 +63,7 @@ def segment_sum(values: Tensor, index: Index, num_segments: int | None = None) -
     Args:
         values: Floating point, [entries, ...].
         index: :class:`Segments`, or ids [entries], as in :func:`gather`.
-        num_segments: Number of segments. Give it only with ids.
+        num_segments: Number of segments. It is required with ids, and not allowed with Segments.
 
     Returns:
         [num_segments, ...]. A segment without entries gives 0.
@@ -89,7 +89,7 @@ def segment_mean(values: Tensor, index: Index, num_segments: int | None = None) 
     Args:
         values: Floating point, [entries, ...].
         index: :class:`Segments`, or ids [entries], as in :func:`gather`.
-        num_segments: Number of segments. Give it only with ids.
+        num_segments: Number of segments. It is required with ids, and not allowed with Segments.
 
     Returns:
         [num_segments, ...]. A segment without entries gives 0.
@@ -120,7 +120,7 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
     Args:
         values: Floating point, [entries, ...]. The maximum is taken elementwise.
         index: :class:`Segments`, or ids [entries], as in :func:`gather`.
-        num_segments: Number of segments. Give it only with ids.
+        num_segments: Number of segments. It is required with ids, and not allowed with Segments.
 
     Returns:
         [num_segments, ...]. A segment without entries gives 0, because minus infinity would give NaN in a product.
@@ -156,7 +156,7 @@ def segment_softmax(values: Tensor, index: Index, num_segments: int | None = Non
     Args:
         values: Scores, floating point, [entries, ...]. Minus infinity gives a weight of 0.
         index: :class:`Segments`, or ids [entries], as in :func:`gather`.
-        num_segments: Number of segments. Give it only with ids.
+        num_segments: Number of segments. It is required with ids, and not allowed with Segments.
 
     Returns:
         Weights in the shape of ``values``. They sum to one over each segment. If all scores of a segment are minus

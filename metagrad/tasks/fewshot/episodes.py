@@ -99,7 +99,7 @@ def draw_episodes(
 def _draw_counts(
     sizes: Tensor, composition: Composition, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw the numbers of support and query examples, [tasks, ways] each. An unused class has zero."""
+    """Draw the numbers of support and query examples, [tasks, ways] each. They are zero for unused classes."""
     num_tasks, most_ways = sizes.shape
     ways = _uniform(composition.ways, (num_tasks, 1), generator, sizes.device, most=most_ways)
     is_real = torch.arange(most_ways, device=sizes.device) < ways

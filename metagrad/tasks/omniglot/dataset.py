@@ -52,8 +52,8 @@ class Omniglot(FewShot):
         rotations: True to add three classes for each character: its rotations by 90, 180 and 270 degrees. A task may
             contain a character in two orientations, as two classes.
         size: Height and width of the images in pixels.
-        resize: `"nearest"` resizes as Pillow does with black-and-white files, which MAML's results and many others
-            use. `"area"` averages.
+        resize: `"nearest"` resizes as Pillow does with black-and-white files. The results of MAML and many other
+            papers use it. `"area"` averages.
         download: True to download the official zips from the repository of the data set if nothing is found.
         device: Device of the images. None means torch's default device.
         dtype: Floating-point type of the images.
