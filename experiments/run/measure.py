@@ -86,7 +86,7 @@ def cpu_seconds(call: Callable[[], object], calls: int = 1) -> float:
 
     Args:
         call: The function to run.
-        calls: How often.
+        calls: Number of calls.
     """
     found = []
     for _ in range(calls):

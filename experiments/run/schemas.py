@@ -93,7 +93,7 @@ def schema_of(
     """Return the schema of a class: a key for each argument that its docstring explains.
 
     Args:
-        target: Its dotted name.
+        target: Dotted name of the class or function.
         base: The schema that it extends.
         types: Types of keys by the first word of an annotation.
         other: The type of the other keys. None omits these keys.

@@ -17,7 +17,7 @@ UNSTABLE = 1e6
 
 
 class AttributionMethod(Protocol):
-    """A way to compute scores: :class:`Replay`, :class:`TracIn` or :class:`TRAK`."""
+    """A method that computes scores, such as :class:`Replay` or :class:`metagrad.attribution.TracIn`."""
 
     def scores(self, trained: Trained, metrics: Metrics) -> Tensor:
         """Return one row for each metric, in the shape of the weights, ``[k, n]``."""

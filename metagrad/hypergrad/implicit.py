@@ -44,7 +44,8 @@ class ImplicitMethod:
     """A method given by an inverse of the Hessian of the inner loss. :func:`implicit_diff` also accepts it.
 
     Attributes:
-        is_exact: Whether it solves the system exactly, up to its ``damping``. Then the derivative is differentiable.
+        is_exact: Whether the method solves the system exactly, up to its ``damping``. Only then is the derivative
+            differentiable.
     """
 
     is_exact: ClassVar[bool] = False

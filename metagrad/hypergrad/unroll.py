@@ -37,7 +37,8 @@ class Unroll:
             learn hyperparameters of the rule.
         steps: Number of steps, 1 or more.
         memory: Checkpointing policy, see :func:`metagrad.unroll`.
-        truncate: Differentiate only through the last ``truncate`` steps. Earlier steps are constants. None means all.
+        truncate: Differentiate only through the last ``truncate`` steps. Earlier steps are constants. None means all
+            steps.
 
     Raises:
         ValueError: An argument is out of its range.

@@ -68,7 +68,7 @@ def parameters_of(
     """Return the names of the parameters that match a name, a pattern or a module.
 
     Args:
-        call: The call that errors name.
+        call: Name of the caller in error messages.
         model: The model.
         term: The name, pattern or module.
         trained: The names of the parameters that may match.

@@ -49,7 +49,7 @@ class Conv4(nn.Sequential):
             `"group"` for gcd(8, hidden) groups of channels. `"none"` for no normalization.
         head: Input of the linear layer: `"flatten"` for all features, `"mean"` for their mean over space.
         context: Length of a context vector, the parameter `context`. A `FiLM` layer scales the normalized channels of
-            each block with it. 0 for no context.
+            each block with it. 0 means no context.
 
     Raises:
         ValueError: A size is less than 1, a choice is unknown, or an image is too small to be halved four times. In a

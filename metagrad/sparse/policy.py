@@ -217,8 +217,9 @@ def stats() -> Generator[KernelStats]:
     | densified | dense matrices by the line outside metagrad that caused them |
 
     The estimate favors dense products, because narrow products do not reach the rate of a 512 x 512 product.
-    Elementwise functions of the values and gathers are not timed. On CUDA every timing waits for the device. Without
-    statistics a kernel pays 0.1 microseconds. Nested statistics count in both.
+    Elementwise functions of the values and gathers are not timed. On CUDA every timing waits for the device. Outside
+    of ``stats()``, the overhead of a kernel is 0.1 microseconds. A kernel inside nested ``stats()`` blocks counts in
+    all of them.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))

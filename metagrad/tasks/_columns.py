@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     """A type of columns.
 
     Args:
-        example: How errors describe an entry.
+        example: Description of an entry in error messages.
         dtype: Type of the array.
         types: Python types of its entries.
         pattern: Pattern of the text that can be parsed.

@@ -42,8 +42,8 @@ def choose_split(
     """Return the groups of a data set that tasks are made of.
 
     Args:
-        call: How errors begin.
-        argument: How errors name the groups, such as `"classes"`.
+        call: Name of the caller in error messages.
+        argument: Name of the groups in error messages, such as `"classes"`.
         known: All groups of the data set.
         wanted: Groups to use, or lists of groups by the name of the split. None uses all groups.
         split: Name of the split, or None. Without lists in `wanted`, :func:`dealt` splits the groups.

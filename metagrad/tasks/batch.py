@@ -115,7 +115,7 @@ class Batch(NamedTuple):
         return Batch(*(Examples(*pair).to(device, dtype, non_blocking=non_blocking) for pair in self))
 
     def select(self, tasks: slice) -> Batch:
-        """Return some of the tasks. The tensors are views of the tensors of the batch."""
+        """Return the selected tasks. The tensors are views of the tensors of the batch."""
 
         def selected(part: object) -> object:
             return part[tasks] if isinstance(part, Tensor) else part

@@ -73,7 +73,7 @@ class _Means(Dispatch):
         self.elements: dict[int, tuple[Tensor, Tensor]] = {}
 
     def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function. Compute a known mean from its terms."""
+        """Call a function. If it is a known mean, compute the mean from its terms."""
         if function not in MEANS:
             return function(*args, **kwargs)
         bound = _signature(function).bind(*args, **kwargs)

@@ -64,7 +64,7 @@ def _pinned(leaf: Any) -> Any:
 class FolderStates(MutableMapping[int, State]):
     """Kept states in the files of a folder. A training that was interrupted resumes from them.
 
-    Files are written to a temporary name and renamed. Each has a checksum.
+    Files are written to a temporary name and renamed. Each file has a checksum.
 
     Args:
         folder: The folder, which is created.

@@ -251,7 +251,7 @@ class Step:
         return total.where(total != 0, 1)
 
     def loss(self, weights: Tensor, divisor: Tensor, batch: tuple[Tree, Tree], part: Part) -> Tensor:
-        """Return a part of the loss. The model holds the parameters."""
+        """Return a part of the loss, at the parameters that the model holds."""
         x, y = batch if self.transform is None else self.transform(*batch)
         output, count = self.model(x), len(part.rows)
         is_whole = count == len(self.stream.rows(part.t))
@@ -340,7 +340,7 @@ class Step:
         return self.total(state, total)
 
     def examples(self, part: Part, inputs: Inputs) -> tuple[Tensor, Tensor, tuple[Tree, Tree]]:
-        """Seed a part. Return the weights of its examples, the divisor of its loss, and its batch."""
+        """Seed the random numbers of a part. Return its example weights, the divisor of its loss, and its batch."""
         seed_step(self.stream.seed, part.t, part.number)
         whole = inputs.weights[self.stream.rows(part.t)]
         return inputs.weights[part.rows], self.divisor(whole), inputs.examples.batch(part.rows)

@@ -56,7 +56,7 @@ class Training:
         transform: Function ``transform(x, y)`` of each mini-batch, such as an augmentation, or None.
         average: ``"batch"`` divides the weighted sum of the losses by the number of examples of the mini-batch.
             ``"weights"`` divides it by the sum of their weights.
-        micro_batch: Maximum number of examples whose graph is held at a time. None holds a whole mini-batch.
+        micro_batch: Maximum number of examples whose graph is in memory at a time. None means the whole mini-batch.
         order: Indices of the examples of each step, int64 ``[steps, batch]``. They replace the shuffled
             order.
         group: Process group whose ranks share the examples of each mini-batch, such as
@@ -162,9 +162,9 @@ class Training:
             optimizer: Another functional optimizer.
             memory: Which states are stored for the backward pass.
             states: Number of stored states. It replaces ``memory``.
-            offload: Place of the stored states. ``"cpu"`` is pinned host memory, for a model on a GPU. A path
-                is a folder. If the program is interrupted, the same call resumes from the folder. The result
-                is bitwise identical. It also resumes the backward pass.
+            offload: Place of the stored states. ``"cpu"`` is pinned host memory, for a model on a GPU. A path names
+                a folder for the states. If the program is interrupted, the same call resumes from the folder, also
+                within the backward pass. The result is bitwise identical.
 
         Returns:
             The trained model.

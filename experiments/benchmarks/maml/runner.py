@@ -146,7 +146,7 @@ class Ratios:
         faster: The loop's time divided by the method's time, median over rounds.
         lowest: The speedup in the worst round.
         highest: The speedup in the best round.
-        memory: Its peak relative to the peak of the loop. None if it was not measured.
+        memory: Peak memory relative to the peak of the loop. None if it was not measured.
     """
 
     faster: float

@@ -89,8 +89,8 @@ class Estimate:
 
     Attributes:
         value: The estimate, a tensor of any shape. Differentiable if the products are.
-        stderr: Its standard error, in the same shape, at least the size of rounding errors. A constant for
-            derivatives. Infinite after a single sample.
+        stderr: Standard error of the estimate, in the same shape, at least the size of rounding errors. It is a
+            constant for derivatives, and infinite after a single sample.
         samples: Number of samples behind the standard error. If it is zero, the value is not random. ``stderr`` is
             then a bound on the error, and the interval is the same at every level.
         matvecs: Number of products with the operator.

@@ -160,7 +160,7 @@ def inflation(samples: Tensor, covariance: Tensor, most: float) -> Tensor:
 
     Args:
         samples: The estimates, [k].
-        covariance: Their covariance. See :func:`covariance_of`.
+        covariance: Covariance of two estimates, see :func:`covariance_of`.
         most: Upper bound for :math:`k \, \mathrm{Cov} / s^2`.
     """
     k = samples.shape[0]

@@ -218,7 +218,7 @@ class ModelEvaluation:
         single examples, vectorized.
 
         Args:
-            cotangents: One for each of the ``outputs``.
+            cotangents: A cotangent for each of the ``outputs``.
             names: Names of the parameters.
 
         Yields:

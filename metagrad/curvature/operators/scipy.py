@@ -1,4 +1,4 @@
-"""Operators as SciPy takes them. SciPy has no type annotations."""
+"""Operators in the form that SciPy accepts. SciPy has no type annotations."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def attach_linear(
 
 
 def refuse_derivatives(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
-    """Return ``x``. Any derivative of it raises."""
+    """Return ``x`` as a tensor whose derivative raises."""
     return _Refusal.apply(x, sentence, *depends_on)
 
 

@@ -64,7 +64,7 @@ def length(rows: Tensor) -> Tensor:
 
 
 def divide(numerator: Tensor, denominator: Tensor, where: Tensor) -> Tensor:
-    """Divide where allowed. Elsewhere the quotient and its derivative are zero."""
+    """Divide where ``where`` is True. Elsewhere the quotient and its derivative are zero."""
     return torch.where(where, numerator, 0.0) / torch.where(where, denominator, 1.0)
 
 

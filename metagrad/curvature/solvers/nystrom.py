@@ -156,7 +156,7 @@ def _more(
     count: int,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``count`` orthonormal test vectors and their products. All are rows."""
+    """Add ``count`` orthonormal test vectors and their products, as rows."""
     fresh = draw_for(operator, count, "normal", generator)
     if omega is not None:
         for _ in range(2):  # two passes are enough (Kahan, Parlett)

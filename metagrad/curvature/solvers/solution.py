@@ -110,7 +110,7 @@ class Solution:
 
 
 def overall(results: tuple[Result, ...]) -> Result:
-    """Return the first failure. If there is none, return the first result that is not plain convergence."""
+    """Return the first failure. If all rows succeeded, return the first result that is not plain convergence."""
     for result in results:
         if not result.is_success:
             return result

@@ -102,9 +102,9 @@ def eigenvalues(
         max_basis: Maximum number of vectors that Lanczos stores, from k + 2. More vectors need fewer products. The
             default is the larger of 2 k + 1 and 40, but at most n. With n or more, the result is exact.
         copies: Search for copies of repeated eigenvalues. The search ends if the next orthogonal eigenvector does
-            not belong to the k requested eigenvalues. It about doubles the products. Without the search, a repeated
-            eigenvalue may appear once, and later values then skip its copies. If no eigenvalue is repeated, as is
-            typical at the ends of the spectrum of a network's Hessian, both results are equal.
+            not belong to the k requested eigenvalues. The search about doubles the number of products. Without the
+            search, a repeated eigenvalue may appear once, and later values then skip its copies. If no eigenvalue is
+            repeated, as is typical at the ends of the spectrum of a network's Hessian, both results are equal.
         generator: Draws the start vectors.
 
     Returns:

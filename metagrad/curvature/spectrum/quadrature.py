@@ -33,7 +33,8 @@ class GaussRule(NamedTuple):
 
     Attributes:
         nodes: Eigenvalues of the tridiagonal matrix, ascending, shape [m].
-        vectors: Its eigenvectors, columns, shape [m, m]. The weights are the squares of the first row.
+        vectors: Eigenvectors of the tridiagonal matrix, columns, shape [m, m]. The weights are the squares of the
+            first row.
     """
 
     nodes: Tensor

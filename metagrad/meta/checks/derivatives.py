@@ -89,7 +89,7 @@ class Trace:
 
     Attributes:
         subject: The loss.
-        loss: Its value.
+        loss: Value of the loss.
         inputs: The arguments of the first call of each module outside of torch.vmap, without their graph.
     """
 

@@ -113,7 +113,7 @@ class _Constant(Function):
 
 
 def _once(move: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the displacement of table rows. The last row may be repeated. Repeats count once."""
+    """Return the displacement of table rows, in which repetitions of the last row are set to zero."""
     if rows is None:
         return move
     is_new = torch.cat([torch.ones_like(rows[..., :1]), rows.diff()], -1) != 0

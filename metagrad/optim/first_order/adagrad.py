@@ -43,7 +43,7 @@ class AdagradRule(PerParameter):
     Args:
         lr: The learning rate :math:`\eta`.
         lr_decay: Decay of the learning rate, :math:`\gamma`.
-        eps: Added to the root.
+        eps: Added to the square root in the denominator.
         weight_decay: The factor of the parameters that is added to their gradients.
         initial_accumulator_value: The sum :math:`s_0` before the first step, a number or a 0-d tensor.
         maximize: Maximize the loss: negate the gradient.

@@ -49,8 +49,9 @@ class AdamRule(PerParameter):
     Args:
         lr: The learning rate :math:`\eta`.
         betas: Decay rates of the averages of gradients and of their squares, each from 0 to below 1.
-        eps: Added to the root. It bounds the step where gradients vanish.
-        eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
+        eps: Added to the square root in the denominator. It bounds the step where gradients vanish.
+        eps_root: Added inside the square root, as in optax. It makes a training smooth in its data and
+            hyperparameters.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients. With
             ``decoupled``, the factor of a separate step :math:`\eta \lambda w` that shrinks the parameters.
         decoupled: Decay the weights separately from the gradients, as AdamW does.
@@ -137,8 +138,9 @@ class AdamWRule(AdamRule):
     Args:
         lr: The learning rate :math:`\eta`.
         betas: Decay rates of the averages of gradients and of their squares, each from 0 to below 1.
-        eps: Added to the root. It bounds the step where gradients vanish.
-        eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
+        eps: Added to the square root in the denominator. It bounds the step where gradients vanish.
+        eps_root: Added inside the square root, as in optax. It makes a training smooth in its data and
+            hyperparameters.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         decoupled: If False, add ``weight_decay`` times the parameters to their gradients, as Adam does.
         amsgrad: Divide by the root of the largest :math:`v` so far, instead of the root of :math:`v`.

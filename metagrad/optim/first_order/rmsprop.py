@@ -49,8 +49,8 @@ class RMSpropRule(PerParameter):
     Args:
         lr: The learning rate :math:`\eta`.
         alpha: Decay rate of the average of squares, from 0 to below 1.
-        eps: Added to the root. It bounds the step where gradients vanish.
-        eps_root: Added inside the root. It makes a training smooth in its data and hyperparameters.
+        eps: Added to the square root in the denominator. It bounds the step where gradients vanish.
+        eps_root: Added inside the square root. It makes a training smooth in its data and hyperparameters.
         weight_decay: The factor of the parameters that is added to their gradients.
         momentum: The share :math:`\mu` of the last velocity that is kept. 0 disables momentum.
         centered: Divide by the root of the variance of the gradients instead of their second moment.

@@ -107,7 +107,7 @@ def blocks_of(sizes: Sequence[int], block_size: int) -> Iterator[tuple[slice, ..
 
 
 def block_at(value: Tensor, block: tuple[slice, ...]) -> Tensor:
-    """Return a block. The task axes precede the axes of the block."""
+    """Return a block of a tensor, with all leading task axes."""
     return value[(..., *block)]
 
 

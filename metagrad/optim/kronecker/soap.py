@@ -74,7 +74,7 @@ class SOAPRule(AxisMatrices):
         lr: The learning rate :math:`\eta`. The paper uses 3e-3, for language models of 360 million parameters and
             more.
         betas: Decay rates of the average gradient, and of the averages of squares and statistics.
-        eps: Added to the root.
+        eps: Added to the square root in the denominator.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         shift: Share of the mean eigenvalue of the statistics that is added to them before the bases are computed.
             Bases are then a smooth function of the statistics, even if these are rank-deficient. The paper uses 0.
@@ -266,7 +266,7 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
         lr: The learning rate :math:`\eta`. The paper uses 3e-3, for language models of 360 million parameters and
             more.
         betas: Decay rates of the average gradient, and of the averages of squares and statistics.
-        eps: Added to the root.
+        eps: Added to the square root in the denominator.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         shift: Share of the mean eigenvalue of the statistics that is added to them before the bases are computed.
             Bases are then a smooth function of the statistics, even if these are rank-deficient. The paper uses 0.

@@ -108,9 +108,11 @@ def least_squares(
             the Jacobian are then cheap, and systems are factorized up to 5,000 residuals or parameters.
         params: Initial parameters: a tensor, or a dict of tensors by name, of one dtype and device.
         max_steps: Maximum number of steps.
-        ftol: Stop when a step lowers the loss by less than this, relative to the loss, and its model agrees.
-        xtol: Stop when a step is shorter than this, relative to the norm of the parameters, and its model agrees.
-        gtol: Stop when no element of the gradient is larger.
+        ftol: Stop when a step reduces the loss by less than this, relative to the loss, and the quadratic model
+            predicted the reduction well.
+        xtol: Stop when a step is shorter than this, relative to the norm of the parameters, and the quadratic model
+            predicted the reduction well.
+        gtol: Stop when the absolute value of every element of the gradient is at most this.
         throw: Raise an error if no tolerance was met.
         **options: Arguments of :class:`GaussNewton`. Here the default of ``progress`` is None.
 
@@ -211,7 +213,7 @@ def _ending(
     xtol: float,
     gtol: float,
 ) -> LeastSquaresResult | None:
-    """Return how a fit ends after a step, or None if it continues. The conditions are SciPy's."""
+    """Return how a fit ends after a step, or None if it continues. The conditions are the same as in SciPy."""
     if not torch.tensor([loss, gradient]).isfinite().all():
         return LeastSquaresResult.NON_FINITE
     if gradient <= gtol:

@@ -34,7 +34,7 @@ class AdaHessian(DiagonalOptimizer):
         eps: Added to the diagonal. It bounds the step where there is no curvature.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
         hessian_power: The power :math:`k` of the diagonal: 1 is Newton's step, 0 is momentum without curvature.
-        samples: Probes for each step, :math:`S`. Each costs a Hessian-vector product.
+        samples: Probes for each step, :math:`S`. Each probe costs a Hessian-vector product.
         spatial_average: Average the diagonal over the dimensions after the first two, which are the positions in the
             kernel of a convolution. As in the paper, values are averaged. The paper's code averages absolute
             values.

@@ -154,9 +154,9 @@ class CurvatureOptimizer(RuleOptimizer):
     - hooks on a parameter, because they also receive Hessian-vector products.
 
     With a ``GradScaler``, call ``opt.backward(scaler.scale(loss))`` and ``scaler.step(opt)``. Gradients and curvature
-    are unscaled, and an overflow skips the step. ``scaler.unscale_(opt)``, to clip gradients before the step, hides
-    the scale of the curvature: ``opt.backward(loss, scaler=scaler)`` remembers it. An optimizer that needs to know
-    the form of the loss has to see it computed, within ``with opt.recording():``.
+    are unscaled, and an overflow skips the step. If you call ``scaler.unscale_(opt)`` before the step, to clip
+    gradients, use ``opt.backward(loss, scaler=scaler)``, which stores the scale. For an optimizer that needs the
+    form of the loss, compute the loss within ``with opt.recording():``.
 
     A subclass computes its curvature in ``_observe``, and drops it in ``_forget``.
     """

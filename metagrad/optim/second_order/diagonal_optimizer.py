@@ -47,7 +47,7 @@ def hessian_diagonal(
 
     Args:
         params: The parameters.
-        grads: Their gradient, with its graph.
+        grads: Gradient with respect to the parameters, with its graph.
         draw: Function of a tensor that samples a probe in its shape.
         samples: Number of probes, over which the estimate is averaged.
         retain_graph: Keep the graph.

@@ -29,8 +29,9 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
         params: Parameters, with or without names, or groups of parameters with their own hyperparameters.
         lr: The learning rate :math:`\eta`.
         betas: Decay rates of the averages of gradients and of their squares, each from 0 to below 1.
-        eps: Added to the root. It bounds the step where gradients vanish.
-        eps_root: Added inside the root, as in optax. It makes a training smooth in its data and hyperparameters.
+        eps: Added to the square root in the denominator. It bounds the step where gradients vanish.
+        eps_root: Added inside the square root, as in optax. It makes a training smooth in its data and
+            hyperparameters.
         amsgrad: Divide by the root of the largest :math:`v` so far, instead of the root of :math:`v`.
         maximize: Maximize the loss: negate the gradient.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be

@@ -197,7 +197,7 @@ class Conversions(Entries):
         """Return a SciPy sparse array, without an autograd graph. CSR shares the memory of the values.
 
         Args:
-            format: One of SciPy's names.
+            format: Name of a sparse format of SciPy.
 
         Raises:
             ValueError: The values require grad or are not on the CPU, or SciPy has no such format.

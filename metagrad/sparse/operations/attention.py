@@ -39,7 +39,7 @@ def attention(
         k: Keys, [..., m, D].
         v: Values, [..., m, E].
         pattern: The keys that each query sees, with shape (n, m), for all heads.
-        scale: Factor of the scores. None is 1 / sqrt(D).
+        scale: Factor of the scores. None means 1 / sqrt(D).
         dropout_p: Probability of setting a normalized weight to zero. It is applied in evaluation mode, as in torch:
             pass 0 there. Random numbers come from torch's global generator.
 

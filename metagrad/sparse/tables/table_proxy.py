@@ -25,7 +25,7 @@ class TableProxy(Tensor):
     rows that do not exist. It reaches the dispatcher and raises ``ValueError`` with the name of the table.
 
     Args:
-        name: How errors name the table.
+        name: Name of the table in error messages.
         shape: Shape of the table, ``[V, D]``.
         like: Tensor with the dtype and device of the table.
         lookup: Computes a lookup.
@@ -71,7 +71,7 @@ class LocalRows:
     """Some rows of a table.
 
     Attributes:
-        name: How errors name the table.
+        name: Name of the table in error messages.
         shape: Shape of the table, ``[V, D]``.
         rows: Numbers of the rows, ``[R]``, ascending. The last row may be repeated, and its first value counts.
         values: Values of the rows, ``[R, D]``.
@@ -99,7 +99,7 @@ class SharedTable:
     """A whole table that supports only lookups, so that its gradient is row-sparse.
 
     Attributes:
-        name: How errors name the table.
+        name: Name of the table in error messages.
         table: The table, ``[V, D]``.
     """
 

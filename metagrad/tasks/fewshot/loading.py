@@ -46,7 +46,7 @@ class Items(Dataset[Any]):
     Args:
         dataset: A map-style data set of pairs (x, label).
         transform: Maps x to a tensor, or None.
-        labels: The label that each item must have. None checks nothing.
+        labels: The label that each item must have. If None, labels are not checked.
     """
 
     def __init__(

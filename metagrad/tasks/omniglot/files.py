@@ -68,7 +68,7 @@ def verify(path: Path, *, origin: str | None = None) -> None:
 
     Args:
         path: A zip, a folder or the array file.
-        origin: How an error names the file. None means its path.
+        origin: Name of the file in error messages. None means its path.
     """
     if path.suffix == ".zip":
         _compare("md5", path, ARCHIVES_MD5[path.stem], origin or str(path))
