@@ -76,7 +76,7 @@ def find_jobs(folder: Path) -> list[Job]:
 
 
 def read_job(folder: Path) -> Job:
-    """Read a run folder in whatever state it is: what cannot be read is listed, and hides no other run."""
+    """Read a run folder in any state. If it cannot be read, the job holds the reason."""
     overrides: dict[str, str] = {}
     try:
         overrides = _parse(yaml.safe_load((folder / OVERRIDES).read_text()) or [])

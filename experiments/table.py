@@ -46,7 +46,7 @@ METRICS = {
     "accuracy (%)": ("test/accuracy(%)", "test/accuracy_before(%)"),
     "query loss": ("test/query_loss", "test/query_loss_before"),
 }
-"""The result after and before adaptation, by the title of its column. Curves have no accuracy."""
+"""The metrics after and before adaptation, by the title of their column. Regression tasks have no accuracy."""
 HEADER = [
     "algorithm",
     "of each seed",

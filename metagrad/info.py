@@ -210,7 +210,7 @@ FAULTS = (
 
 
 def probed() -> str:
-    """Return the known faults of torch as text. Each fault is present or gone, and its workaround follows."""
+    """Return a text with the known faults of torch, whether each fault is present, and the workaround."""
     lines: list[str] = []
     for fault in FAULTS:
         lines += [f"{'present' if fault.is_there() else 'gone':8} {fault.name}", f"{'':8} {fault.workaround}"]

@@ -43,7 +43,7 @@ class Splits(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the training loop moves forward: everything that has a state."""
+    """The objects with a state, which the training loop updates."""
 
     algorithm: Algorithm
     model: torch.nn.Module

@@ -221,7 +221,7 @@ def _key(argument: str) -> str:
 
 
 def _is_place(argument: str) -> bool:
-    """Return whether an argument names the folder of the run. A checkpoint file to start from is not that folder."""
+    """Return whether an argument names the folder of the run. A checkpoint file does not count."""
     value = Path(argument.partition("=")[2].strip("'\""))
     return _key(argument) == "hydra.run.dir" or (_key(argument) == "resume" and value.is_dir())
 

@@ -41,7 +41,7 @@ class Protocol:
 
 @dataclass
 class AlgorithmsConfig(StudyConfig):
-    """Which protocols."""
+    """The protocols, the algorithms and the numbers of inner steps."""
 
     steps: list[int] = key("Numbers of inner steps after which an algorithm is evaluated, besides 0.")
     most: dict[str, int] = key("The most of these, of algorithms that learn something for each step.")
@@ -57,7 +57,7 @@ def check(config: AlgorithmsConfig) -> None:
 
 
 def cells(config: AlgorithmsConfig) -> list[Cell]:
-    """Return every algorithm of every protocol. Seeds are the outer loop."""
+    """Return every algorithm of every protocol, for the first seed, then for the next seeds."""
     return [
         Cell(f"{name}/{algorithm}", seed, partial(evaluated, config, protocol, algorithm))
         for seed in config.seeds

@@ -139,7 +139,7 @@ class Metattack:
         return {"weight": weight.requires_grad_()}
 
     def candidates(self) -> tuple[Tensor, Tensor]:
-        """Return pairs, first the edges, and their weights, which are 1 and 0."""
+        """Return the candidate pairs, edges first, and their weights: 1 for an edge, 0 for another pair."""
         self.absent = refilled(self.absent, self.edges, self.block, self.graph.nodes, self.generator)
         keys = torch.cat([self.edges, self.absent])
         return pairs_of(keys, self.graph.nodes), (torch.arange(len(keys)) < len(self.edges)).float()

@@ -268,7 +268,7 @@ def timed(kind: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def count_product(shape: tuple[int, int], width: int, result: Tensor) -> None:
-    """Count a product. Its result is sparse if it is a vector of values."""
+    """Count a product. A result that is a vector of values counts as sparse."""
     cells = shape[0] * shape[1]
     for found in _STATS:
         found.nbytes += result.nbytes

@@ -99,7 +99,10 @@ class _LossCalls(Dispatch):
 
 
 def _watched(loss: Callable[[], Tensor]) -> tuple[Tensor, _Call | None]:
-    """Evaluate a loss. Return the call that made it, or None if no known call did or its arguments are deprecated."""
+    """Evaluate a loss, and return the value and the recorded call.
+
+    The call is None if it is unknown or deprecated.
+    """
     with _LossCalls() as watch:
         value = loss()
     call = watch.calls.get(id(value))

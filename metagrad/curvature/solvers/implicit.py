@@ -113,7 +113,7 @@ def _adjoint(inverse: Inverse, g: Tensor) -> Tensor:
 
 
 class _Constant(Function):
-    """The solution for a right-hand side, without derivatives. Under vmap, it has more right-hand sides."""
+    """The solution for a right-hand side, without derivatives. Under vmap, the batch adds right-hand sides."""
 
     @staticmethod
     def forward(g: Tensor, inverse: Inverse) -> Tensor:

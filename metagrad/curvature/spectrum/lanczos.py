@@ -165,7 +165,7 @@ def _without(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_symmetric(mismatch: Tensor, scales: Tensor, dtype: torch.dtype, call: str) -> None:
-    """Compare the coefficients above the diagonal with those below. Products by finite differences may differ."""
+    """Raise ``ValueError`` if the operator is not symmetric. The tolerance allows products by finite differences."""
     if bool((mismatch > torch.finfo(dtype).eps ** 0.25 * scales).any()):
         relative = float((mismatch / torch.where(scales == 0, 1.0, scales)).max())
         raise ValueError(

@@ -76,5 +76,5 @@ def log_determinant(operator: LinearMap, *, damping: float = 0.0, **options: Any
 
 
 def _round_up(damping: float) -> str:
-    """Return twice the missing damping, to one digit."""
+    """Return the damping to suggest: twice the missing damping, rounded to one digit."""
     return f"{max(2 * damping, 1e-6):.0e}"

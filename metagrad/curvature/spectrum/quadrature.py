@@ -190,7 +190,7 @@ def trace_of(
 
 
 def _rounds(probes: int, rtol: float | None) -> Iterator[int]:
-    """Yield how many probes to add before each check. The total doubles."""
+    """Yield how many probes to add before each check, so that their total doubles."""
     done = 0
     while done < probes:
         size = probes - done if rtol is None else min(max(done, 4), probes - done)

@@ -145,7 +145,7 @@ def _forward_normalised(model: nn.Module, values: Values, x: Nested, norms: Norm
 
 
 def _runs(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Group layers. One group is vectorized together."""
+    """Group consecutive layers that are vectorized together."""
     runs: list[list[nn.Module]] = []
     for layer in layers:
         if runs and type(runs[-1][0]) not in FORMS and type(layer) not in (nn.Linear, nn.Flatten):

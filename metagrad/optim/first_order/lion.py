@@ -49,7 +49,7 @@ class LionRule(PerParameter):
         betas: The share of the average in the direction, and the decay rate of the average, each from 0 to below 1.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`. It is 3 to
             10 times larger than for Adam, because ``lr`` is smaller.
-        maximize: Maximize the loss: negate the gradient. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weight decay keeps its sign.
 
     Example:
         >>> rule = metagrad.optim.rules.lion(lr=0.5, weight_decay=0.5)
@@ -137,7 +137,7 @@ class Lion(RuleOptimizer, rule=LionRule):
         betas: The share of the average in the direction, and the decay rate of the average, each from 0 to below 1.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`. It is 3 to
             10 times larger than for Adam, because ``lr`` is smaller.
-        maximize: Maximize the loss: negate the gradient. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weight decay keeps its sign.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.

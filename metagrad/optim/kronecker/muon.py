@@ -62,7 +62,7 @@ class MuonRule(AxisMatrices):
             :math:`0.2 \sqrt{\max(m, n)}`, for which Adam's ``lr`` fits.
         ns_dtype: Dtype of iterations. None means the parameter's dtype, or float32 for half precision. Use a narrower
             dtype only for steps that are not differentiated.
-        maximize: Maximize the loss: negate the gradient. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weight decay keeps its sign.
 
     Raises:
         ValueError: ``adjust_lr_fn`` is unknown, ``ns_steps`` is negative, or the coefficients are not three
@@ -193,7 +193,7 @@ class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):
             :math:`0.2 \sqrt{\max(m, n)}`, for which Adam's ``lr`` fits.
         ns_dtype: Dtype of iterations. None means the parameter's dtype, or float32 for half precision. Use a narrower
             dtype only for steps that are not differentiated.
-        maximize: Maximize the loss: negate the gradient. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weight decay keeps its sign.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.

@@ -85,7 +85,7 @@ class ShampooRule(AxisMatrices):
             matrices.
         root_every: Steps from one computation of the roots to the next. They are also computed at each of the first
             ``root_every`` steps, because the statistics change fast there.
-        maximize: Maximize the loss: negate the gradient. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weight decay keeps its sign.
 
     Raises:
         ValueError: ``decay`` is above 1, or ``block_size`` or ``root_every`` is not an integer of at least 1.
@@ -260,7 +260,7 @@ class Shampoo(RuleOptimizer, rule=ShampooRule):
             matrices.
         root_every: Steps from one computation of the roots to the next. They are also computed at each of the first
             ``root_every`` steps, because the statistics change fast there.
-        maximize: Maximize the loss: negate the gradient. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weight decay keeps its sign.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.

@@ -83,7 +83,7 @@ class SOAPRule(AxisMatrices):
         basis_every: Steps from one iteration of the bases to the next.
         max_size: Longer axes have no basis.
         precondition_1d: If True, vectors also have a basis.
-        maximize: Maximize the loss: negate the gradient. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weight decay keeps its sign.
 
     Example:
         The first step is Adam's in the eigenbasis: singular values become 1.
@@ -275,7 +275,7 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
         basis_every: Steps from one iteration of the bases to the next.
         max_size: Longer axes have no basis.
         precondition_1d: If True, vectors also have a basis.
-        maximize: Maximize the loss: negate the gradient. Weights decay as before.
+        maximize: Maximize the loss: negate the gradient. Weight decay keeps its sign.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be
             factorized. ``"raise"`` raises an error. ``"skip"`` leaves the step out and counts it in ``opt.stats``.
             Parameters and state do not change.

@@ -447,7 +447,7 @@ def _cubic_minimum(a: Point, b: Point, least: float, most: float) -> float:
 
 
 def _kept_apart(length: float, least: float, most: float, was_near: bool) -> tuple[float, bool]:
-    """Move a length inside if it is at an end of its interval, or near the end for the second time."""
+    """Move a length into its interval if it is at an end, or near an end for the second time in a row."""
     margin = _MARGIN * (most - least)
     if min(most - length, length - least) >= margin:
         return length, False

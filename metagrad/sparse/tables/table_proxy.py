@@ -140,7 +140,7 @@ def positions(rows: Tensor, ids: Tensor, name: str) -> Tensor:
 
 
 class _Positions(Function):
-    """A search that can read its data under vmap."""
+    """The search for positions, as a Function whose forward sees plain tensors also under vmap."""
 
     @staticmethod
     def forward(rows, ids, name):
