@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.core.progress import progress
 from metagrad.core.tree import Params, tree_map
 from metagrad.curvature import jacobian
 from metagrad.curvature.influence import measurement_gradients
@@ -39,6 +40,6 @@ def example_gradients(trained: Trained, state: State) -> Iterator[tuple[Tensor, 
         return example_losses(training.step.loss_fn, output, y, 1, whole=True).mean()
 
     params = {name: p.detach() for name, p in state.params.items()}
-    for rows in torch.split(torch.arange(examples.size), _BLOCK):
+    for rows in progress(torch.arange(examples.size).split(_BLOCK), "gradients of examples"):
         found = jacobian(loss, params, examples.batch(rows))
         yield found.values, found.rows()

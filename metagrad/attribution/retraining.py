@@ -12,6 +12,7 @@ from metagrad.attribution.gradients import Metrics
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_type, refuse, warn
+from metagrad.core.progress import progress
 from metagrad.core.tree import Params, dissect, plus, tree_map
 from metagrad.distributed.exchange import refuse_differences, sums_over
 from metagrad.optim.rule import with_batch_ndim
@@ -114,7 +115,7 @@ def _trained_together(training: Training, weights: Tensor) -> State:
         state = State(params, rule.init(params), buffers)
     random = RandomState()
     with training.model.training():
-        for t in range(training.steps):
+        for t in progress(range(training.steps), "retraining"):
             grads, buffers = _gradient(training, state, weights, t)
             if t == 0:  # matrix products choose the layout of gradients, other layouts are slow
                 params = {name: torch.empty_like(g).copy_(state.params[name]) for name, g in grads.items()}

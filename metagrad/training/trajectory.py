@@ -14,6 +14,7 @@ from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_determini
 from metagrad.autograd.unrolling.plan import Plan, Reversal
 from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.norms import every_order
+from metagrad.core.progress import progress
 from metagrad.core.reach import placed
 from metagrad.core.tree import HALF, Params, dissect, tree_map
 from metagrad.distributed.exchange import refuse_differences
@@ -133,7 +134,7 @@ class Trajectory:
         with self.step.model.training(), phase("forward"):
             if any(self.wanted.flat()):
                 refuse_hidden_leaves(self.step, self.inputs, self.leaves, self.kept[0])
-            for t in range(first, self.steps):
+            for t in progress(range(first, self.steps), "training"):
                 if t in wanted:
                     self.kept[t] = state
                 with phase("inner", t):
@@ -175,7 +176,7 @@ class Trajectory:
         reversal = Reversal(self.plan, self.kept, self._replay, begin)
         flags, autocast = self.settings
         with phase("reverse"), flags.restored(), autocast.restored(), self.step.model.training():
-            for t, state in reversal:
+            for t, state in progress(reversal, "reverse pass", begin):
                 own = None if losses is None else losses[:, t]
                 after, loss = pull(state, t, after, own, self.graphs.pop(t, None))
                 self._compare(loss, t)
@@ -231,7 +232,7 @@ class Trajectory:
     def states(self) -> Iterator[tuple[int, State]]:
         """Run the training again, and yield the number of steps so far and the state, after every step."""
         state, random = self.kept[0], RandomState()
-        for t in range(self.steps):
+        for t in progress(range(self.steps), "training again"):
             with self.step.model.training():
                 state = self._replay(state, t)
             yield t + 1, state
