@@ -43,9 +43,8 @@ ROUNDING = 1e-9  # relative, in float64
 GRADIENT, HVP, GGN = "gradient", "Hessian product", "Gauss-Newton product"
 FORWARD, TRACE = "jvp of grad, torch.func", "probes, each"
 
-BY_HAND, TRACE_BY_HAND = "Hessian product, by hand", "probes, by hand, each"
-EIGENVALUES = "3 eigenvalues"
-GGN_BY_HAND, EIGENVALUES_BY_SCIPY = "Gauss-Newton product, by hand", "3 eigenvalues, by SciPy"
+BY_HAND, GGN_BY_HAND, TRACE_BY_HAND = f"{HVP}, by hand", f"{GGN}, by hand", "probes, by hand, each"
+EIGENVALUES, EIGENVALUES_BY_SCIPY = "3 eigenvalues", "3 eigenvalues, by SciPy"
 NUM_EIGENVALUES, RTOL = 3, 1e-5  # the default tolerance
 
 Run = Callable[[], Tensor]
@@ -231,8 +230,9 @@ def trace_by_hand(work: Work) -> Run:
 
 def eigenvalues_by_scipy(work: Work) -> Run:
     """Find the largest eigenvalues by SciPy's eigsh, with the kept graph and metagrad's tolerance."""
-    from scipy.sparse.linalg import LinearOperator, eigsh
+    import scipy.sparse.linalg
 
+    sparse: Any = scipy.sparse.linalg
     n, v0 = len(work.vector), np.random.default_rng(0).standard_normal(len(work.vector))
 
     def run() -> Tensor:
@@ -241,10 +241,8 @@ def eigenvalues_by_scipy(work: Work) -> Run:
         def multiply(v: np.ndarray) -> np.ndarray:
             return product(torch.from_numpy(v.reshape(-1)).to(work.x)).numpy()
 
-        operator: Any = LinearOperator
-        solve: Any = eigsh
-        matrix = operator((n, n), multiply, dtype=work.vector.numpy().dtype)
-        values = solve(matrix, NUM_EIGENVALUES, which="LA", tol=RTOL, v0=v0)[0]
+        matrix = sparse.LinearOperator((n, n), multiply, dtype=work.vector.numpy().dtype)
+        values = sparse.eigsh(matrix, NUM_EIGENVALUES, which="LA", tol=RTOL, v0=v0)[0]
         return torch.from_numpy(values.copy()).flip(0)
 
     return run
@@ -262,12 +260,7 @@ METHODS: dict[str, Callable[[Work], Run]] = {
     EIGENVALUES_BY_SCIPY: eigenvalues_by_scipy,
     EIGENVALUES: eigenvalues,
 }
-PLAIN = {
-    HVP: BY_HAND,
-    GGN: GGN_BY_HAND,
-    TRACE: TRACE_BY_HAND,
-    EIGENVALUES: EIGENVALUES_BY_SCIPY,
-}  # what does the same
+PLAIN = {HVP: BY_HAND, GGN: GGN_BY_HAND, TRACE: TRACE_BY_HAND, EIGENVALUES: EIGENVALUES_BY_SCIPY}
 TRACES = (TRACE_BY_HAND, TRACE)
 WORKLOADS = {"small": small, "mlp": mlp, "cnn": cnn, "transformer": transformer, "resnet20": resnet20}
 
@@ -333,17 +326,12 @@ def report(name: str, results: dict[str, Result], gradient_seconds: float, gradi
 
 def seconds(run: Run) -> float:
     """Time a call in CPU seconds. A short call is timed by the median over a twentieth of a second."""
-    times = [_once(run)]
-    if times[0] < 0.05:
-        while sum(times) < 0.1:
-            times.append(_once(run))
+    times: list[float] = []
+    while not times or (times[0] < 0.05 and sum(times) < 0.1):
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
     return statistics.median(times)
-
-
-def _once(run: Run) -> float:
-    start = time.process_time()
-    run()
-    return time.process_time() - start
 
 
 def main() -> None:

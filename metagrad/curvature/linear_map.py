@@ -102,9 +102,15 @@ def shaped_products(call: str, operator: LinearMap, vectors: Tensor) -> Tensor:
 def checked_products(call: str, operator: LinearMap, vectors: Tensor) -> Tensor:
     """Multiply rows. Raise ``ValueError`` unless the products are finite and have the shape of the vectors."""
     products = shaped_products(call, operator, vectors)
-    if not bool(products.detach().sum(-1).isfinite().all()) and not bool(products.isfinite().all()):
+    if not bool(products.detach().sum(-1).isfinite().all()):
+        refuse_nonfinite(call, products)
+    return products
+
+
+def refuse_nonfinite(call: str, products: Tensor) -> None:
+    """Raise ``ValueError`` unless products are finite. Their sums may overflow."""
+    if not bool(products.isfinite().all()):
         raise ValueError(
             f"{call}: a product of the operator has NaN or inf. Look for them in the parameters, in the loss and in "
             "its first and second derivatives (a square root or a norm at zero)."
         )
-    return products

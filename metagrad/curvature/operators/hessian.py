@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -126,7 +127,8 @@ def hessian(
             checked_reruns(_CALL),
             dtypes_explained(_CALL, leaves.values(), arguments),
         ):
-            value, known = recognized(lambda: loss(with_values(params, leaves), *arguments))
+            of_leaves = partial(loss, with_values(params, leaves), *arguments)
+            value, known = (of_leaves(), None) if is_alone else recognized(of_leaves)
         operator = of_loss(value, leaves)
         if not is_alone:
             says = "mean" if reduction is None and known is None else reduction

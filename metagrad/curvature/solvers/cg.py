@@ -30,19 +30,14 @@ from metagrad.curvature.solvers.iteration import (
 from metagrad.curvature.solvers.solution import Result
 
 
-class CGState(NamedTuple):
-    """The state of conjugate gradients. Every row is a right-hand side."""
+class CGRun(NamedTuple):
+    """The result of conjugate gradients. Every row is a right-hand side."""
 
     x: Tensor  # iterates, [k, n]
     r: Tensor  # residuals b - A x, [k, n]
-    p: Tensor  # search directions, [k, n]
-    p_image: Tensor  # M p, where the inverse of M preconditions, [k, n]
-    rz: Tensor  # r^T M^-1 r, [k]
-    scale: Tensor  # largest |A p| / |p| so far, in the norms of M, [k]
     steps: Tensor  # int64 [k]
     status: Tensor  # int64 [k]
     direction: Tensor  # direction of negative curvature, [k, n]
-    models: tuple[Tensor, ...]  # model x^T A x / 2 - b^T x at all iterates so far, [k] each
     products: int  # products of all rows together
 
 
@@ -69,68 +64,39 @@ class ConjugateGradients:
     progress: float | None = None
     follows_negative: bool = False
 
-    def run(self, b: Tensor, x: Tensor, r: Tensor, max_steps: int, is_sound: Tensor) -> CGState:
+    def run(self, b: Tensor, x: Tensor, r: Tensor, max_steps: int, is_sound: Tensor) -> CGRun:
         """Iterate from x with the residual r. Rows in which ``is_sound`` is False are not finite."""
-        state = self._initial_state(b, x, r, is_sound)
-        for _ in range(max_steps):
-            if not bool((state.status == RUNNING).any()):
-                break
-            state = self._step(state, b)
-        return state._replace(status=ended(state.status))
-
-    def _initial_state(self, b: Tensor, x: Tensor, r: Tensor, is_sound: Tensor) -> CGState:
         z, rz, status = self._preconditioned(r, begun(r, is_sound, self.tolerance))
-        return CGState(
-            x,
-            r,
-            z,
-            p_image=r,
-            rz=rz,
-            scale=torch.zeros_like(rz.detach()),
-            steps=torch.zeros_like(status),
-            status=status,
-            direction=b.new_zeros(()).expand_as(b),  # a stand-in without memory until a direction is found
-            models=self._models((), x, b, r),
-            products=0,
-        )
-
-    def _step(self, state: CGState, b: Tensor) -> CGState:
-        q = self.products(state.p, state.status == RUNNING)
-        status = fill(state.status, ~is_finite(q), Result.NON_FINITE)
-        moves = status == RUNNING
-        q = torch.where(moves[:, None], q, 0.0)
-        pq = dot(state.p, q)
-        curvature, rounding, scale = self._curvature(state, q, pq)
-        is_negative = moves & (pq <= rounding)
-        status = fill(status, is_negative, Result.NEGATIVE_CURVATURE)
-        alpha = divide(state.rz, curvature, where=moves if self.follows_negative else moves & ~is_negative)
-        x, r = state.x + alpha[:, None] * state.p, state.r - alpha[:, None] * q
-        del q  # without a graph, the next direction reuses its memory
-        status = fill(status, length(r) <= self.tolerance, Result.CONVERGED)
-        models = self._models(state.models, x, b, r)
-        if self.progress is not None:
-            status = fill(status, _makes_no_progress(models, self.progress), Result.PROGRESS)
-        z, rz, status = self._preconditioned(r, status)
-        is_too_far = moves & ~rz.detach().isfinite()
-        x = torch.where(is_too_far[:, None], state.x, x)
-        goes_on = status == RUNNING
-        beta = divide(rz, state.rz, where=goes_on)[:, None]
-        p = torch.where(goes_on[:, None], z + beta * state.p, state.p)
-        return CGState(
-            x,
-            r,
-            p,
-            p_image=p if self.precondition is None else r + beta * state.p_image,
-            rz=torch.where(goes_on, rz, state.rz),
-            scale=scale,
-            steps=state.steps + (alpha.detach() != 0),
-            status=status,
-            direction=state.direction
-            if self.follows_negative
-            else torch.where(is_negative[:, None], _unit(state.p), state.direction),
-            models=models,
-            products=state.products + 1,
-        )
+        p, p_image = z, r  # the search directions, and their products with M
+        scale, steps, count = torch.zeros_like(rz.detach()), torch.zeros_like(status), 0
+        direction = b.new_zeros(()).expand_as(b)  # a stand-in without memory until a direction is found
+        models = [_model(x, b, r)]
+        while count < max_steps and bool((status == RUNNING).any()):
+            q, count = self.products(p, status == RUNNING), count + 1
+            status = fill(status, ~is_finite(q), Result.NON_FINITE)
+            moves = status == RUNNING
+            q = torch.where(moves[:, None], q, 0.0)
+            pq = dot(p, q)
+            curvature, rounding, scale = self._curvature(p, p_image, q, pq, scale)
+            is_negative = moves & (pq <= rounding)
+            status = fill(status, is_negative, Result.NEGATIVE_CURVATURE)
+            if not self.follows_negative:
+                direction = torch.where(is_negative[:, None], _unit(p), direction)
+            alpha = divide(rz, curvature, where=moves if self.follows_negative else moves & ~is_negative)
+            before, x, r = x, x + alpha[:, None] * p, r - alpha[:, None] * q
+            del q  # without a graph, the next direction reuses its memory
+            status = fill(status, length(r) <= self.tolerance, Result.CONVERGED)
+            if self.progress is not None:
+                models.append(_model(x, b, r))
+                status = fill(status, _makes_no_progress(models, self.progress), Result.PROGRESS)
+            z, following, status = self._preconditioned(r, status)
+            x = torch.where((moves & ~following.detach().isfinite())[:, None], before, x)  # is too far
+            goes_on = status == RUNNING
+            beta = divide(following, rz, where=goes_on)[:, None]
+            p = torch.where(goes_on[:, None], z + beta * p, p)
+            p_image = p if self.precondition is None else r + beta * p_image
+            rz, steps = torch.where(goes_on, following, rz), steps + (alpha.detach() != 0)
+        return CGRun(x, r, steps, ended(status), direction, count)
 
     def _preconditioned(self, r: Tensor, status: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return z = M^-1 r, r^T z, and the status."""
@@ -139,23 +105,25 @@ class ConjugateGradients:
         status = fill(status, ~rz.detach().isfinite(), Result.NON_FINITE)
         return z, rz, fill(status, rz <= 0, Result.BREAKDOWN)
 
-    def _curvature(self, state: CGState, q: Tensor, pq: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
+    def _curvature(
+        self, p: Tensor, p_image: Tensor, q: Tensor, pq: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor | float, Tensor]:
         """Return the divisor of r^T z, the bound for rounding in p^T A p, and the scale so far."""
         if not self.follows_negative:
-            return pq, 0.0, state.scale
-        pp = dot(state.p, state.p_image)
+            return pq, 0.0, scale
+        pp = dot(p, p_image)
         images = dot(q, q if self.precondition is None else self.precondition(q)).detach()
-        scale = torch.maximum(state.scale, divide(images, pp.detach(), where=pp.detach() > 0).sqrt())
+        scale = torch.maximum(scale, divide(images, pp.detach(), where=pp.detach() > 0).sqrt())
         rounding = torch.finfo(pq.dtype).eps * scale * pp
         return torch.where(pq.abs() <= rounding, pp, pq.abs()), rounding, scale
 
-    def _models(self, models: tuple[Tensor, ...], x: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, ...]:
-        if self.progress is None:
-            return ()
-        return (*models, -0.5 * dot(x.detach(), b.detach() + r.detach()))
+
+def _model(x: Tensor, b: Tensor, r: Tensor) -> Tensor:
+    """Return the quadratic model x^T A x / 2 - b^T x, [k]."""
+    return -0.5 * dot(x.detach(), b.detach() + r.detach())
 
 
-def _makes_no_progress(models: tuple[Tensor, ...], progress: float) -> Tensor | bool:
+def _makes_no_progress(models: list[Tensor], progress: float) -> Tensor | bool:
     """Apply Martens' rule, at step i = len(models) - 1."""
     step = len(models) - 1
     lag = max(10, math.ceil(step / 10))

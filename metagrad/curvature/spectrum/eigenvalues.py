@@ -7,13 +7,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from metagrad.core.checks import check_choice, check_count, check_number
 from metagrad.curvature.estimators.probes import check_drawing
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
-from metagrad.curvature.rows import inner, scaled_norm
+from metagrad.curvature.rows import inner, safe_norm
 from metagrad.curvature.spectrum.first_order import first_order
 from metagrad.curvature.spectrum.thick_restart import SpectrumEnd, Subspace, ranking, thick_restart_lanczos
 
@@ -149,8 +150,9 @@ def eigenvalues(
     while copies and found.settled and not found.is_whole:
         rest, count = _deflated(operator, found, which), 2 if which == "both" else 1
         other = search(rest, count, max_matvecs=max(1, budget - found.matvecs))
-        values, vectors = torch.cat([found.values, other.values]), torch.cat([found.vectors, other.vectors])
-        tie = rtol * found.scale * (torch.arange(len(values)) < k)
+        values = np.concatenate([found.values, other.values])
+        vectors = torch.cat([found.vectors, other.vectors])
+        tie = rtol * found.scale * (np.arange(len(values)) < k)
         best = ranking(values, which, tie)[:k]
         found = found._replace(
             values=values[best],
@@ -158,7 +160,7 @@ def eigenvalues(
             matvecs=found.matvecs + other.matvecs,
             settled=other.settled,
         )
-        if bool((best < k).all()):
+        if (best < k).all():
             break
     return _with_residuals(operator, found, which, rtol)
 
@@ -183,14 +185,17 @@ def _deflated(operator: LinearMap, found: Subspace, which: SpectrumEnd) -> Any:
 
 def _with_residuals(operator: LinearMap, found: Subspace, which: SpectrumEnd, rtol: float) -> Eigenpairs:
     """Multiply once more. Only this product is differentiable."""
-    vectors = found.vectors / scaled_norm(found.vectors).unsqueeze(1)
-    images = checked_products(_CALL, operator, vectors)
+    vectors = found.vectors / safe_norm(found.vectors).unsqueeze(1)
+    # A map with num_together measures its first products, which takes longer than a few in turn.
+    size = 1 if hasattr(operator, "num_together") else len(vectors)
+    pieces = [vectors[i : i + size] for i in range(0, len(vectors), size)]
+    images = torch.cat([checked_products(_CALL, operator, rows) for rows in pieces])
     quotients = (vectors * images).sum(1, dtype=torch.float64).to(vectors.dtype)
     constants = quotients.detach()
     rest = images.detach() - constants.unsqueeze(1) * vectors
     rounding = 4 * torch.finfo(vectors.dtype).eps * max(found.scale, float(constants.abs().max()))
-    residuals = scaled_norm(rest) + rounding
-    order = ranking(constants, "largest" if which == "both" else which)
+    residuals = safe_norm(rest) + rounding
+    order = ranking(constants.cpu().double().numpy(), "largest" if which == "both" else which)
     return Eigenpairs(
         first_order(quotients, _CALL)[order],
         vectors[order],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import to_list
-from metagrad.curvature.linear_map import LinearMap, checked_products
-from metagrad.curvature.rows import inner, scaled_norm
-from metagrad.curvature.solvers.iteration import divide
+from metagrad.core._torch import from_numpy
+from metagrad.curvature.linear_map import LinearMap, refuse_nonfinite, shaped_products
+from metagrad.curvature.rows import inner, safe_norm
 
 
 class LanczosState(NamedTuple):
@@ -30,22 +30,6 @@ class LanczosState(NamedTuple):
     sizes: list[int]
     first: Tensor
     matvecs: int
-
-
-class LanczosStep(NamedTuple):
-    """One product for each Krylov space, and the direction that it adds.
-
-    Attributes:
-        products: Products of the active rows, shape [num_active, n]. Differentiable if the operator's products are.
-        directions: Unit vectors orthogonal to the bases, shape [num_starts, n]. Zero if a space is invariant.
-        norms: Norms of the parts that the products add to the spaces, float64 on the CPU, shape [num_starts].
-        scales: Largest norm of a product so far, float64 on the CPU, shape [num_starts].
-    """
-
-    products: Tensor
-    directions: Tensor
-    norms: Tensor
-    scales: Tensor
 
 
 def lanczos(
@@ -76,70 +60,84 @@ def lanczos(
     """
     count, steps = len(starts), min(steps, operator.shape[0])
     basis = starts.new_zeros(count, steps, starts.shape[1])
-    basis[:, 0] = starts.detach() / scaled_norm(starts.detach()).unsqueeze(1)
-    projected = torch.zeros(count, steps, steps, dtype=torch.float64)
-    scales = torch.zeros(count, dtype=torch.float64)
+    basis[:, 0] = starts.detach() / safe_norm(starts).unsqueeze(1)
+    projected, scales = np.zeros((count, steps, steps)), np.zeros(count)
     sizes, active, first, matvecs = [steps] * count, list(range(count)), starts, 0
     for j in range(steps):
-        step = lanczos_step(operator, basis, projected, j, active, scales, call=call)
-        scales, first = step.scales, first if j else step.products
+        whole = len(active) == count
+        products = shaped_products(call, operator, basis[:, j].clone() if whole else basis[active, j])
+        first = first if j else products
         matvecs += len(active)
-        if j + 1 < steps:
-            basis[:, j + 1] = step.directions
-            for i in active:
-                sizes[i] = steps if to_list(step.norms)[i] else j + 1
-            active = [i for i in active if sizes[i] == steps]
+        images = products.detach()
+        if not whole:
+            images = torch.zeros_like(basis[:, j]).index_copy(
+                0, torch.tensor(active).to(images.device), images
+            )
+        norms, scales = lanczos_step(images, basis, projected, j, scales, call=call)
+        ended = [i for i in active if not norms[i]]
+        for i in ended:
+            sizes[i] = j + 1
+        active = [i for i in active if i not in ended]
         if not active:
             break
-    return LanczosState(basis, projected, sizes, first, matvecs)
+    return LanczosState(basis, from_numpy(projected), sizes, first, matvecs)
 
 
 def lanczos_step(
-    operator: LinearMap,
+    images: Tensor,
     basis: Tensor,
-    projected: Tensor,
+    projected: np.ndarray,
     j: int,
-    active: list[int],
-    scales: Tensor,
+    scales: np.ndarray,
     *,
     coupled: int = 2,
     call: str,
-) -> LanczosStep:
-    """Multiply row ``j`` of each active basis, and fill in row and column ``j`` of the projections in place.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Write the next row of each basis, and row and column ``j`` of the projections.
 
-    Full orthogonalization computes every off-diagonal coefficient twice, so symmetry is checked at no cost.
+    Full orthogonalization computes every off-diagonal coefficient twice, so symmetry is checked at no cost. Small
+    matrices are arrays, because an operation of torch takes longer than one of NumPy.
 
     Args:
-        operator: A symmetric map of n-vectors.
-        basis: Orthonormal rows, shape [num_starts, at least j + 1, n].
-        projected: The operator in each basis, shape [num_starts, size, size].
+        images: Products of row ``j`` of each basis, shape [num_starts, n]. Zero where a process ended.
+        basis: Orthonormal rows, shape [num_starts, capacity, n]. The next row is zero if a space is invariant.
+        projected: The operator in each basis, float64, shape [num_starts, size, size].
         j: Number of rows that were multiplied before.
-        active: Indices of the starts to multiply.
-        scales: Largest norm of a product so far, shape [num_starts].
+        scales: Largest norm of a product so far, float64, shape [num_starts].
         coupled: Number of trailing rows that the product may have a large part in.
         call: Name of the caller in errors.
+
+    Returns:
+        Norms of the parts that the products add to the spaces, and the new scales, float64, shape [num_starts].
 
     References:
         Giraud, Langou, Rozloznik, "The loss of orthogonality in the Gram-Schmidt orthogonalization process", Comput.
         Math. Appl. 50, 2005 (twice is enough).
     """
-    products = checked_products(call, operator, basis[active, j])
-    images = torch.zeros_like(basis[:, j])
-    images[active] = products.detach()
     rest, parts = orthogonalize(images, basis[:, : j + 1], coupled)
-    length = scaled_norm(rest).unsqueeze(1)
-    report = torch.cat([parts, length, scaled_norm(images).unsqueeze(1)], 1).cpu().double()
-    scales = torch.maximum(scales, report[:, -1])
-    if j:
-        mismatch = (report[:, :j] - projected[:, j, :j]).abs().amax(1)
-        _check_symmetric(mismatch, scales, operator.dtype, call)
-    rounding = 10 * torch.finfo(operator.dtype).eps * scales  # of a product that is orthogonalized
-    norms = torch.where(report[:, -2] > rounding, report[:, -2], 0.0)
+    length = safe_norm(rest).unsqueeze(1)
+    report = torch.cat([parts, length], 1).double().cpu().numpy()
+    scales = np.maximum(scales, np.linalg.norm(report, axis=1))  # the basis is orthonormal
+    if not np.isfinite(scales).all():
+        refuse_nonfinite(call, images)
+    eps = torch.finfo(images.dtype).eps
+    mismatch = np.abs(report[:, :j] - projected[:, j, :j])
+    if (mismatch > eps**0.25 * scales[:, None]).any():  # allows products by finite differences
+        relative = (mismatch / np.maximum(scales, np.finfo(float).tiny)[:, None]).max()
+        raise ValueError(
+            f"{call}: the operator is not symmetric: <u, A v> and <v, A u> differ by {relative:.1g} of its norm. "
+            "Pass a symmetric operator whose products do not change from call to call (no dropout, no shuffling)."
+        )
+    norms = np.where(
+        report[:, -1] > 10 * eps * scales, report[:, -1], 0.0
+    )  # the rounding of orthogonalization
     projected[:, j, j] = report[:, j]
     if j + 1 < projected.shape[1]:
         projected[:, j, j + 1] = projected[:, j + 1, j] = norms
-    directions = divide(rest, length, (norms > 0).to(rest.device).unsqueeze(1))
-    return LanczosStep(products, directions, norms, scales)
+        torch.div(rest, length, out=basis[:, j + 1])
+        if not norms.all():
+            basis[from_numpy(norms == 0.0).to(basis.device), j + 1] = 0.0
+    return norms, scales
 
 
 def orthogonalize(vectors: Tensor, rows: Tensor, near: int) -> tuple[Tensor, Tensor]:
@@ -162,13 +160,3 @@ def orthogonalize(vectors: Tensor, rows: Tensor, near: int) -> tuple[Tensor, Ten
 def _without(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     parts = inner(vectors, rows)
     return parts, torch.baddbmm(vectors, parts, rows, alpha=-1)
-
-
-def _check_symmetric(mismatch: Tensor, scales: Tensor, dtype: torch.dtype, call: str) -> None:
-    """Raise ``ValueError`` if the operator is not symmetric. The tolerance allows products by finite differences."""
-    if bool((mismatch > torch.finfo(dtype).eps ** 0.25 * scales).any()):
-        relative = float((mismatch / torch.where(scales == 0, 1.0, scales)).max())
-        raise ValueError(
-            f"{call}: the operator is not symmetric: <u, A v> and <v, A u> differ by {relative:.1g} of its norm. "
-            "Pass a symmetric operator whose products do not change from call to call (no dropout, no shuffling)."
-        )
