@@ -100,7 +100,7 @@ def program(config: DictConfig) -> None:
 
 
 def run_table(config: Table) -> None:
-    """Run all cells, seed by seed, so that a table that is interrupted has every row."""
+    """Run all cells, seed by seed, so that an interrupted table has every row."""
     if config.iterations is not None and config.minutes is not None:
         raise ValueError("table: give iterations or minutes, not both.")
     if config.minutes is not None and not 0 < config.minutes < math.inf:

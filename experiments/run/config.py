@@ -97,7 +97,7 @@ def composed(name: str, overrides: list[str]) -> DictConfig:
 
 
 def typed(config: DictConfig) -> Config:
-    """Resolve a composed config and return it as a `Config`, converted once.
+    """Resolve a composed config, check it, and return it as a `Config`.
 
     Raises:
         ValueError: A key is not in the schema, or a count is too small.

@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
     """Return the peak of bytes held by torch's allocator during a call, minus the bytes held before.
 
-    Memory inside kernels is counted, which a ``TorchDispatchMode`` cannot see, such as matrices that a kernel
-    densifies. Scratch space of libraries (MKL, cuSPARSE) is not counted.
+    Unlike a ``TorchDispatchMode``, this counts memory inside kernels, such as matrices that a kernel densifies.
+    Scratch space of libraries (MKL, cuSPARSE) is not counted.
 
     Args:
         call: The function to run.
@@ -45,7 +45,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
 
 
 def held_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Return the bytes that the result of a call holds, with its graph, and that were not there before.
+    """Return the bytes that a call leaves allocated for its result and the graph of its result.
 
     Args:
         call: The function to run.

@@ -109,7 +109,7 @@ class Hypergradient(Target):
 class Algorithm(Target):
     """A meta-learning algorithm. `experiments.run.schemas` has the algorithms of metagrad.
 
-    The program reads these keys. It passes on only the keys that the target takes.
+    The program reads all of these keys. It passes only the keys that the target accepts to the target.
     """
 
     inner: Any = key("The rule of the inner steps; null where the algorithm has none.", None)

@@ -81,7 +81,7 @@ class ColdStartConfig(StudyConfig):
 
 
 class Ratings(NamedTuple):
-    """The columns of a table of ratings, and the numbers of the students of each part."""
+    """A table of ratings, and the ids of the students of each part."""
 
     columns: dict[str, np.ndarray]
     students: dict[str, list[int]]

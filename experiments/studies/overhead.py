@@ -271,7 +271,7 @@ CHANGES: dict[str, Callable[[Task], Task]] = {
     "torch checkpoint": partial(recomputed, partial(torch_checkpoint, use_reentrant=False)),
     "dense": densified,
 }
-"""Changes of a model, for any quantity."""
+"""Variants of a model, for any quantity."""
 
 
 def ways(steps: int) -> dict[str, dict[str, Callable[[Task], Run]]]:

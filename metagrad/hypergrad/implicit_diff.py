@@ -172,7 +172,7 @@ def check_inverse(call: str, method: object) -> None:
 
 
 class _TaskHessians:
-    """The Hessians of the losses of stacked tasks, or of one loss, as a linear map of rows ``[tasks, n]``.
+    """The Hessian of one loss, or of the loss of each stacked task, as a linear map of rows ``[tasks, n]``.
 
     The Hessian of the sum is block-diagonal, so one backward pass multiplies all rows.
     """

@@ -88,7 +88,7 @@ def root(
     the transposed Jacobian, for any ``order``. The way in which the root was found does not matter.
 
     Args:
-        f: A deterministic function of a tensor, or of a pytree of tensors, to values of the same shapes.
+        f: A deterministic function that maps a tensor, or a pytree of tensors, to values of the same shapes.
         x0: The start, a constant.
         method: ``NewtonKrylov()`` by default. ``Anderson`` and ``Broyden`` are for functions that are close to
             ``g(x) - x``.
@@ -161,7 +161,7 @@ def fixed_point(
     r"""Find a fixed point :math:`z = g(z)`, with its derivatives: the root of :math:`g(z) - z`.
 
     Args:
-        g: A deterministic function of a tensor or pytree to values of the same shapes.
+        g: A deterministic function that maps a tensor or pytree to values of the same shapes.
         z0: The start, a constant.
         method: ``Anderson()`` by default, ``Broyden()`` or ``NewtonKrylov()``.
         **options: As for :func:`root`.

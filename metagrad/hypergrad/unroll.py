@@ -19,7 +19,7 @@ from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
 
 RuleOf: TypeAlias = "Rule | Callable[[Tree], Rule]"
-"""A rule, or a function of ``hyper`` that returns a rule, so that learning rates can be learned."""
+"""A rule, or a function that maps ``hyper`` to a rule, to learn hyperparameters of the rule."""
 
 
 @dataclass(frozen=True)

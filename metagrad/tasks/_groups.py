@@ -163,8 +163,8 @@ class Groups:
 def draw_distinct(sizes: Tensor, largest: int, count: int, generator: torch.Generator | None) -> Tensor:
     """Draw distinct integers from 0 to `size - 1` for each size. If there are fewer, larger integers follow.
 
-    The positions of the k largest of n independent uniform keys are a uniform draw of k out of n, in uniform order.
-    So one call of `topk` draws a whole batch. The keys are float64, which makes ties negligible.
+    Draw n independent uniform keys. The positions of the k largest keys are then k distinct numbers in uniform
+    order. So one call of `topk` draws a whole batch. The keys are float64, which makes ties negligible.
 
     Args:
         sizes: [...], int64.

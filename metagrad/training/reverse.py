@@ -83,7 +83,7 @@ def leaves_of(params: Params, inputs: Inputs) -> Leaves:
 
 
 def refuse_hidden_leaves(step: Step, inputs: Inputs, leaves: Leaves, state: State) -> None:
-    """Raise ``ValueError`` if the loss depends on a tensor that requires grad and that is not one of the leaves.
+    """Raise ``ValueError`` if the loss depends on a tensor that requires grad but is not a leaf of the training.
 
     Tensors that the loss makes itself are freed with its graph.
     """

@@ -195,7 +195,7 @@ def _modes(modes: Sequence[tuple[nn.Module, bool]]) -> Generator[None]:
 
 
 class Step:
-    """A step of a training, as a function of the state and of the inputs of the training.
+    """A training step, as a function of the state and the inputs of the training.
 
     Args:
         model: The model.

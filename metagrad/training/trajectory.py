@@ -271,7 +271,7 @@ class SavedSweep:
 
     Args:
         states: The folder.
-        identity: Number that identifies the cotangents that it began with.
+        identity: Number that identifies the initial cotangents.
     """
 
     every = 50

@@ -75,8 +75,8 @@ def scaling_of(inputs: Tensor, gradients: Tensor, basis: Factors, max_elements: 
 
     .. math:: S = \sum_n \bigl(Q_G^\top \nabla W_n \, Q_A\bigr)^2, \qquad \nabla W_n = \sum_t g_{n t} a_{n t}^\top
 
-    which is the diagonal of :math:`\sum_n \operatorname{vec}(\nabla W_n) \operatorname{vec}(\nabla W_n)^\top` in that
-    basis, and of all diagonals the nearest to it in Frobenius norm.
+    This is the diagonal of :math:`\sum_n \operatorname{vec}(\nabla W_n) \operatorname{vec}(\nabla W_n)^\top` in that
+    basis. It is the diagonal matrix that is nearest in Frobenius norm.
 
     Args:
         inputs: Rows ``[examples, positions, inputs]``.

@@ -1,4 +1,4 @@
-"""Groups of parameters that have one block each, and the sums over examples that make the blocks."""
+"""Groups of parameters with one block each, and the sums over examples from which the blocks are computed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ class LayerGroup:
             self.sums["squares"] += scaling_of(inputs, rows, basis)
 
     def _by_example(self, evaluation: ModelEvaluation, parts: Sequence[Tensor]) -> Tensor:
-        """Return the rows of all calls by example, from a first dimension of examples or of data of the loss."""
+        """Return the rows of all calls, grouped by example.
+
+        The first dimension counts examples, or data of the loss.
+        """
         size, known, sizes = evaluation.num_examples, evaluation.known, [len(part) for part in parts]
         if not {size, known.num_data if known else size}.issuperset(sizes):
             self.refuse_order(evaluation, f"sizes {sizes}")
@@ -90,7 +93,7 @@ class LayerGroup:
         )
 
     def decompose(self, total: float | Tensor) -> Eigenblock:
-        """Return the product of the factors, or the product with the squares as eigenvalues."""
+        """Return the Kronecker product of the factors. In a second pass, the squares replace its eigenvalues."""
         if self.block is None:
             outputs = self.sums["outputs"] / total
             factors = outputs, self.sums["inputs"].to(outputs.dtype) / self.sums["rows"]

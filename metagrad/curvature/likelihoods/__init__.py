@@ -1,1 +1,1 @@
-"""Which loss a callable computes, and its curvature in the outputs in closed form."""
+"""Recognize the loss that a callable computes, and give its curvature with respect to the outputs in closed form."""

@@ -38,8 +38,8 @@ class Neumann(Solver):
 
     It converges for positive definite operators with :math:`0 < \alpha < 2 / \lambda_{\max}`. For a symmetric
     operator the norm of the residual is log-convex in k, so a residual that grows once grows forever. Such a row ends
-    as ``Result.DIVERGED``. Truncated by ``max_steps`` it equals ``max_steps`` steps of gradient descent, which is the
-    approximation of the hypergradients that use it. :class:`CG` needs about the square root of the steps.
+    as ``Result.DIVERGED``. Truncated by ``max_steps``, the series equals ``max_steps`` steps of gradient descent.
+    Hypergradients use this approximation. :class:`CG` needs about the square root of the steps.
 
     Args:
         scale: The factor :math:`\alpha`, above 0. The learning rate, if the operator is the Hessian of a trained

@@ -199,7 +199,7 @@ def _rounds(probes: int, rtol: float | None) -> Iterator[int]:
 
 
 def _samples(starts: Tensor, state: LanczosState, function: Callable[[Tensor], Tensor], call: str) -> Tensor:
-    """Return for each probe z^T f(A) z from all, half and a quarter of its steps, and its size, [count, 4]."""
+    """Return z^T f(A) z of each probe, from all, half and a quarter of the steps, and its size, [count, 4]."""
     return torch.stack([_sample(start, state, i, function, call) for i, start in enumerate(starts)])
 
 

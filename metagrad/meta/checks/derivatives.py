@@ -121,7 +121,7 @@ class Trace:
         self.inputs = {path: detached(arguments) for path, arguments in given.items()}
 
     def function(self, path: str | None) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
-        """Return the values of the parameters and inputs of a module or of the loss, and a function of them."""
+        """Return a function that calls a module or the loss, and the values of its parameters and inputs."""
         tensors, structure = dissect(((), {}) if path is None else self.inputs[path])
         places = [i for i, t in enumerate(tensors) if t.requires_grad]
         part = self.subject.loss if path is None else self.subject.part(path)

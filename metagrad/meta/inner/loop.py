@@ -215,7 +215,7 @@ class InnerLoop:
         return self.steps > 0 and self.order == 2 and torch.is_grad_enabled()
 
     def resting(self, params: Params, used: Tensor, rows: Params) -> Params:
-        """Return table rows after the steps of a task that does not use them, so that their gradient is zero.
+        """Return table rows after the steps of a task that does not use these rows, so their gradients are zero.
 
         Without weight decay, the rows do not change.
 

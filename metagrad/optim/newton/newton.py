@@ -55,7 +55,7 @@ class BackwardPass(NamedTuple):
 
 
 class Curvature:
-    """The curvature of a sum of losses whose graphs are alive, as a matrix of one vector of parameters.
+    """The curvature matrix of a sum of losses whose graphs are alive, for all parameters as one vector.
 
     Args:
         params: Parameters by name.
@@ -367,7 +367,7 @@ class NewtonCG(VectorOptimizer):
             The result of the first call of the closure, without its graph.
 
         Raises:
-            ValueError: ``curvature`` comes without ``closure``.
+            ValueError: ``curvature`` is given without ``closure``.
         """
         if curvature is not None and closure is None:
             raise ValueError(

@@ -116,8 +116,9 @@ class KFAC(CurvatureOptimizer):
     where :math:`a` are the inputs of a layer, including a 1 for its bias, and :math:`g` are the gradients of its
     outputs, which hooks record. The optimizer supports ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and
     ``nn.Conv3d``. The patches of a convolution are inputs at several positions. Parameters of other modules follow
-    the plain gradient within the bound of ``kl_clip``. One warning names them. Grouped convolutions, and layers that
-    are shared or called twice in one backward pass, raise an error that names them, and so do sparse gradients.
+    the plain gradient within the bound of ``kl_clip``. One warning names them. An error that names the layer is
+    raised for grouped convolutions, for layers that are shared or called twice in one backward pass, and for sparse
+    gradients.
 
     With ``fisher="empirical"`` any loop works: ``loss.backward()`` and ``opt.step()``, or a closure. With
     ``"sampled"`` the labels are sampled from the prediction of the model. This estimates the true Fisher matrix, at

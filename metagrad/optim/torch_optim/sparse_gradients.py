@@ -26,7 +26,7 @@ def as_rows(gradient: Tensor) -> Tensor:
 
 
 def step_rows(rule: Rule, key: str, table: Tensor, gradient: Tensor, kept: ParameterState) -> PendingUpdate:
-    """Compute a step of the rows that ever had a gradient, which are the rows that the dense rule moves.
+    """Compute a step of all rows that had a gradient so far. The dense rule changes only these rows.
 
     The state has a slot ``rows``, int64 and ascending. Every other slot holds only these rows.
     """

@@ -86,7 +86,7 @@ class Rulebook:
 
     @property
     def num_pairs(self) -> int:
-        """Number of products of the features of a site with the matrix of a kernel position."""
+        """Number of products of a site's features with the matrix of a kernel position."""
         return self.num_sites + 2 * sum(len(sites) for sites, _ in self.pairs)
 
     def __repr__(self) -> str:

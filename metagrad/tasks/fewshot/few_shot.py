@@ -45,11 +45,11 @@ class FewShot:
     is used only if it agrees with the items. Up to 64 items are compared at once, and each other item when it is
     loaded.
 
-    **Imbalanced tasks.** `ways=(5, 50)` draws the number of classes of each task, and `shots=(1, 10)` the number of
-    support examples of each class. Shorter tasks are padded at their end, x with zeros and y with the label -100.
-    `F.cross_entropy` ignores this label, and `batch.support.mask` is False there. Padding changes the
-    loss of a task only if its examples see each other, as in BatchNorm with the statistics of the batch. The model
-    needs outputs for the largest number of ways.
+    **Imbalanced tasks.** `ways=(5, 50)` draws the number of classes for each task. `shots=(1, 10)` draws the number
+    of support examples for each class. Shorter tasks are padded at their end, x with zeros and y with the label
+    -100. `F.cross_entropy` ignores this label, and `batch.support.mask` is False there. Padding changes the loss of
+    a task only if its examples see each other, as in BatchNorm with the statistics of the batch. The model needs
+    outputs for the largest number of ways.
 
     Args:
         dataset: A map-style `torch.utils.data.Dataset` or a list, of pairs (x, label). A tuple (x, labels) of tensors
