@@ -61,7 +61,7 @@ def linearize(loss: Tensor, params: Tree, *, create_graph: bool = False) -> Line
 
 
 class Linearization:
-    """The gradient of a loss, and its graph for Hessian-vector products. Returned by :func:`linearize`.
+    """The gradient of a loss, and its graph for Hessian-vector products. :func:`linearize` returns it.
 
     Loss and gradient have a graph until ``close()`` if :func:`linearize` was called with ``create_graph``.
 
