@@ -27,9 +27,9 @@ FLOORS = {
     "info": 10,  # reads the version of the package
 }
 APART = {"tasks", "models"}  # no other package imports them, and they import only core
-NOT_IN_THE_CORE = {"hydra", "omegaconf", "wandb", "matplotlib", "tqdm", "pytest"}
-# Imported inside functions: SciPy and Pillow are optional, `resource` exists only on Unix, torch's compiler is slow.
-OPTIONAL = {"PIL", "scipy", "resource", "torch"}
+NOT_IN_THE_CORE = {"hydra", "omegaconf", "wandb", "matplotlib", "pytest"}
+# Imported inside functions: SciPy, Pillow and tqdm are optional, only Unix has `resource`, torch's compiler is slow.
+OPTIONAL = {"PIL", "scipy", "tqdm", "resource", "torch"}
 MOST_FILES = 13  # of a folder, its `__init__` included
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.core.progress import progress
+from metagrad.core.checks import progress
 from metagrad.core.tree import Params, tree_map
 from metagrad.curvature import jacobian
 from metagrad.curvature.influence import measurement_gradients

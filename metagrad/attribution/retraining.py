@@ -11,8 +11,7 @@ from torch import Tensor
 from metagrad.attribution.gradients import Metrics
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.capture import RandomState
-from metagrad.core.checks import check_type, refuse, warn
-from metagrad.core.progress import progress
+from metagrad.core.checks import check_type, progress, refuse, warn
 from metagrad.core.tree import Params, dissect, plus, tree_map
 from metagrad.distributed.exchange import refuse_differences, sums_over
 from metagrad.optim.rule import with_batch_ndim

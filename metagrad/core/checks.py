@@ -1,4 +1,4 @@
-"""Argument checks for public functions, and warnings.
+"""Argument checks for public functions, warnings and progress bars.
 
 Every check takes the name of the call and its argument, the value, and the allowed values. It returns the value, or
 raises an error such as ``MAML(..., steps): expected an int of 1 or more, got 0.``
@@ -30,6 +30,8 @@ from metagrad.core.tree import tensors_in
 
 T = TypeVar("T")
 
+_BAR_AFTER = 5.0
+"""Seconds after which a progress bar appears."""
 _INSIDE = (
     str(Path(__file__).parents[1]) + os.sep,
     os.path.dirname(torch.__file__) + os.sep,
@@ -148,3 +150,17 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
+    """Return the items with a bar on standard error, which shows how many are done and the time left.
+
+    The bar appears only in a terminal, after a few seconds, if tqdm is installed. ``TQDM_DISABLE=1`` hides it.
+    """
+    if not sys.stderr.isatty():
+        return items
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc=what, total=total, delay=_BAR_AFTER, leave=False, dynamic_ncols=True)

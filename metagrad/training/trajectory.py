@@ -13,8 +13,8 @@ from torch import Tensor
 from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_deterministic
 from metagrad.autograd.unrolling.plan import Plan, Reversal
 from metagrad.core.capture import AutocastState, Flags, RandomState
+from metagrad.core.checks import progress
 from metagrad.core.norms import every_order
-from metagrad.core.progress import progress
 from metagrad.core.reach import placed
 from metagrad.core.tree import HALF, Params, dissect, tree_map
 from metagrad.distributed.exchange import refuse_differences

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad
-from metagrad.core import progress as bars
+from metagrad.core import checks
 
 
 class _Terminal(io.StringIO):
@@ -38,7 +38,7 @@ def _trained() -> None:
 def test_a_training_shows_its_progress_in_a_terminal(monkeypatch, stream, expected):
     shown = stream()
     monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setattr(bars, "DELAY", 0.0)
+    monkeypatch.setattr(checks, "_BAR_AFTER", 0.0)
     _trained()
     text = shown.getvalue()
     assert [word for word in ("training", "reverse pass", "0/4") if word in text] == expected
