@@ -254,7 +254,7 @@ def scattered(number: int, seed: int) -> Tensor:
 
 
 def grid(along: Tensor) -> Tensor:
-    """Return all pairs of numbers."""
+    """Return all pairs of the numbers ``along``, ``[n * n, 2]``."""
     return torch.cartesian_prod(along, along)
 
 

@@ -31,9 +31,9 @@ class Record:
         graph: Bytes that were saved for backward during the phase and are still held at its end, including nested
             phases. A storage counts once, even if an earlier phase also saved it. Leaf parameters and their views do
             not count.
-        at_peak: Bytes alive at the peak of the run that this phase allocated, excluding nested phases. The sum over
-            all records is the peak minus the bytes allocated outside of every phase. On CUDA these bytes are not
-            rounded up to blocks.
+        at_peak: Bytes that this phase allocated, without nested phases, and that were alive at the peak of the run.
+            The sum over all records is the peak minus the bytes allocated outside of every phase. On CUDA these
+            bytes are not rounded up to blocks.
         seconds: Wall time on the host in seconds. CUDA is not synchronized.
         device: Measured device, e.g. "cuda:0". Bytes on a CPU are relative to the opening of the tracker. Bytes on
             CUDA are absolute.

@@ -59,9 +59,9 @@ class ShampooRule(AxisMatrices):
         V_t &= \mu V_{t-1} + (L_t + \epsilon I)^{-1/p} \, G_t \, (R_t + \epsilon I)^{-1/p} \\
         W_t &= (1 - \eta \lambda) W_{t-1} - \eta V_t
 
-    A tensor of k axes has k matrices, and :math:`p = 2 k`. A vector has one matrix. The kernel of a 2-d
-    convolution has four. A scalar is a vector of one element, which gives Adagrad's step. The rule is
-    differentiable at every order, also at equal eigenvalues of the statistics.
+    A tensor of k axes has k matrices, and :math:`p = 2 k`. A vector has one matrix. The kernel of a 2-d convolution
+    has four matrices. A scalar is a vector of one element, which gives Adagrad's step. The rule is differentiable at
+    every order, also at equal eigenvalues of the statistics.
 
     Rounding errors hide eigenvalues below n times the machine precision times the largest eigenvalue. If this bound
     is above ``eps``, it replaces ``eps``.

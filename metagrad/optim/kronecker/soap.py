@@ -76,10 +76,10 @@ class SOAPRule(AxisMatrices):
         betas: Decay rates of the average gradient, and of the averages of squares and statistics.
         eps: Added to the square root in the denominator.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
-        shift: Share of the mean eigenvalue of the statistics that is added to them before the bases are computed.
-            Bases are then a smooth function of the statistics, even if these are rank-deficient. The paper uses 0.
-            The relative error of derivatives is about the machine precision divided by ``shift``. Derivatives in
-            float32 raise an error below 6e-5.
+        shift: Before the bases are computed, this share of the mean eigenvalue is added to the diagonal of the
+            statistics. Bases are then a smooth function of the statistics, even if these are rank-deficient. The
+            paper uses 0. The relative error of derivatives is about the machine precision divided by ``shift``.
+            Derivatives in float32 raise an error below 6e-5.
         basis_every: Steps from one iteration of the bases to the next.
         max_size: Longer axes have no basis.
         precondition_1d: If True, vectors also have a basis.
@@ -268,10 +268,10 @@ class SOAP(RuleOptimizer, rule=SOAPRule):
         betas: Decay rates of the average gradient, and of the averages of squares and statistics.
         eps: Added to the square root in the denominator.
         weight_decay: Decoupled weight decay :math:`\lambda`: each step subtracts :math:`\eta \lambda w`.
-        shift: Share of the mean eigenvalue of the statistics that is added to them before the bases are computed.
-            Bases are then a smooth function of the statistics, even if these are rank-deficient. The paper uses 0.
-            The relative error of derivatives is about the machine precision divided by ``shift``. Derivatives in
-            float32 raise an error below 6e-5.
+        shift: Before the bases are computed, this share of the mean eigenvalue is added to the diagonal of the
+            statistics. Bases are then a smooth function of the statistics, even if these are rank-deficient. The
+            paper uses 0. The relative error of derivatives is about the machine precision divided by ``shift``.
+            Derivatives in float32 raise an error below 6e-5.
         basis_every: Steps from one iteration of the bases to the next.
         max_size: Longer axes have no basis.
         precondition_1d: If True, vectors also have a basis.

@@ -140,8 +140,8 @@ class LBFGS(VectorOptimizer):
             25, which is enough for a line search.
         tolerance_grad: A step ends if the absolute value of every element of the gradient, including weight decay, is
             at most this number.
-        tolerance_change: There is no line search if the slope along the direction is smaller. A line search ends if
-            no parameter changes by more than this in its interval.
+        tolerance_change: A line search is skipped if the slope along the direction is smaller than this number. It
+            ends if no parameter changes by more than this number between the ends of its interval.
         history_size: Maximum number of stored pairs.
         line_search_fn: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe
             conditions by cubic interpolation, at the cost of one gradient for each length. None always uses length

@@ -1,4 +1,4 @@
-"""Sparse gradients in optimizers, and a step of their rows."""
+"""Sparse gradients in optimizers, and steps that update only some rows of a table."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class Conversions(Entries):
 def from_entries(
     call: str, row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]
 ) -> tuple[Pattern, Tensor]:
-    """Return the pattern and the values of entries in any order. Entries of the same cell are added, differentiably.
+    """Sort entries, and return their pattern and values. Entries of the same cell are added, differentiably.
 
     Entries in row-major order are not copied, except indices that are not int64.
     """
