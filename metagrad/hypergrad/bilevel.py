@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -227,10 +228,7 @@ class _Level:
         """Take a step on the inner loss."""
         hyper = [leaf.detach() for leaf in problem.hyper_leaves()]
         if self.rule is not None:
-
-            def loss_at(values: Params) -> Tensor:
-                return problem.inner(values, hyper)
-
+            loss_at = partial(problem.inner, hyper=hyper)
             self._move(*moved_by(loss_at, self.values, self.rule, self.state, create_graph=False))
             return
         optimizer = self.optimizer

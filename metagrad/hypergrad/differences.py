@@ -11,7 +11,7 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_number, check_positive
 from metagrad.core.tree import HALF, Params, leaf_names, tree_leaves, zeros_for_none
-from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, gradients, minus, refuse_sparse
+from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, minus, partials
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,13 @@ class FiniteDifference:
         _check(problem)
         values, hyper = problem.variables(), problem.hyper_leaves()
         if self.lr == 0:
-            direct = _gradients(problem.outer, values, hyper)[len(values) :]
-            return Derivative(zeros_for_none(direct, hyper))
-        inner = zeros_for_none(_gradients(problem.inner, values, hyper)[: len(values)], values.values())
-        refuse_sparse(dict(zip(values, inner, strict=True)))
-        pairs = zip(values.items(), inner, strict=True)
-        moved = {name: (v - self.lr * g).detach().requires_grad_() for (name, v), g in pairs}
-        found = _gradients(problem.outer, moved, hyper)
-        direction = dict(zip(values, zeros_for_none(found[: len(values)], values.values()), strict=True))
-        refuse_sparse(direction)
+            return Derivative(zeros_for_none(_partials(problem.outer, values, hyper)[1], hyper))
+        inner = _partials(problem.inner, values, hyper)[0]
+        moved = {name: (v - self.lr * inner[name]).detach().requires_grad_() for name, v in values.items()}
+        direction, direct = _partials(problem.outer, moved, hyper)
         mixed = self._mixed(problem, values, hyper, direction)
         scaled = [None if g is None else self.lr * g for g in mixed]
-        return Derivative([minus(a, b) for a, b in zip(found[len(values) :], scaled, strict=True)])
+        return Derivative([minus(a, b) for a, b in zip(direct, scaled, strict=True)])
 
     def _mixed(
         self, problem: Problem, values: Params, hyper: Sequence[Tensor], direction: Params
@@ -86,18 +81,17 @@ class FiniteDifference:
         ends: list[list[Tensor | None]] = []
         for sign in (1, -1):
             at = {name: v.detach() + sign * distance * direction[name] for name, v in values.items()}
-            ends.append(_gradients(problem.inner, at, hyper)[len(values) :])
+            ends.append(_partials(problem.inner, at, hyper)[1])
         differences = [minus(a, b) for a, b in zip(*ends, strict=True)]
         return [None if d is None else d / (2 * distance) for d in differences]
 
 
-def _gradients(
+def _partials(
     loss: Callable[[Params, Sequence[Tensor]], Tensor], values: Params, hyper: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Differentiate a loss with respect to the parameters and ``hyper``. None if it does not depend on a tensor."""
+) -> tuple[Params, list[Tensor | None]]:
     values = {name: v if v.requires_grad else v.requires_grad_() for name, v in values.items()}
     with torch.enable_grad():
-        return gradients(loss(values, hyper), [*values.values(), *hyper])
+        return partials(loss(values, hyper), values, hyper)
 
 
 def _check(problem: Problem) -> None:

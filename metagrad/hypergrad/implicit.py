@@ -27,7 +27,7 @@ from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
 from metagrad.curvature.solvers.solve import APPROXIMATE
-from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, gradients, minus, refuse_sparse
+from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, minus, partials
 
 LOOSE = 1e-2
 """Residuals above this value, relative to the right-hand side, give a warning."""
@@ -80,11 +80,14 @@ class ImplicitMethod:
             return self._estimate(problem, values, hyper)
 
     def _estimate(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Derivative:
-        slopes, direct = _outer_gradients(problem, values, hyper)
+        loss = problem.outer(values, hyper)
+        if not loss.requires_grad:
+            raise ValueError(f"{CALL}: outer_loss depends neither on params nor on hyper.")
+        slopes, direct = partials(loss, values, hyper, create_graph=problem.create_graph)
         if self.is_zero:
             return Derivative(zeros_for_none(direct, hyper))
         H = _inner_hessian(problem, values, hyper)
-        b = H.space.join(slopes)
+        b = H.space.join(list(slopes.values()))
         solution = self.inverse(H, b)
         mixed = H.mixed(solution.value, hyper)
         gradient = [minus(a, b) for a, b in zip(direct, mixed, strict=True)]
@@ -136,16 +139,3 @@ def _inner_hessian(problem: Problem, values: Params, hyper: Sequence[Tensor]) ->
     H = hessian(loss, problem.wrapped(values), create_graph=problem.create_graph)
     assert isinstance(H, HessianOperator)
     return H
-
-
-def _outer_gradients(
-    problem: Problem, values: Params, hyper: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Differentiate the outer loss with respect to the parameters and ``hyper``."""
-    loss = problem.outer(values, hyper)
-    if not loss.requires_grad:
-        raise ValueError(f"{CALL}: outer_loss depends neither on params nor on hyper.")
-    found = gradients(loss, [*values.values(), *hyper], create_graph=problem.create_graph)
-    slopes = zeros_for_none(found[: len(values)], values.values())
-    refuse_sparse(dict(zip(values, slopes, strict=True)))
-    return slopes, found[len(values) :]

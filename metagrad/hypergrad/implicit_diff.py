@@ -126,8 +126,11 @@ def implicit_diff(
         check_solution(call, solution, relative_residual(solution, b), LOOSE_FOR_TASKS)
         return torch.where(sound, solution.value, torch.nan)
 
-    if order > 1:
-        _check_higher(call, method, split)
+    if order > 1 and (not method.is_exact or getattr(method, "damping", 0.0) or split is not None):
+        raise ValueError(
+            f"{call}: order above 1 needs the inverse of the Hessian itself. Take CG or Exact, without damping, and "
+            "a loss in place of a SplitLoss."
+        )
 
     def residual(rows: Tensor) -> Tensor:
         with torch.enable_grad(), every_order():
@@ -140,15 +143,6 @@ def implicit_diff(
     rows = attach(inverse, x, -slope, order)
     found = dict(zip(hessians.names, tensors_of(rows, hessians.leaves), strict=True))
     return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
-
-
-def _check_higher(call: str, method: ImplicitMethod, split: SplitLoss | None) -> None:
-    """Raise ``ValueError`` if the derivative of a method is not the derivative of the minimum."""
-    if not method.is_exact or getattr(method, "damping", 0.0) or split is not None:
-        raise ValueError(
-            f"{call}: order above 1 needs the inverse of the Hessian itself. Take CG or Exact, without damping, and "
-            "a loss in place of a SplitLoss."
-        )
 
 
 def _entering(losses: object, leaves: Params) -> Params:

@@ -19,6 +19,7 @@ from metagrad.core.tree import (
     tree_flatten,
     tree_leaves,
     tree_unflatten,
+    zeros_for_none,
 )
 from metagrad.curvature.operators.space import check_params, values_of, with_values
 from metagrad.curvature.solvers.solution import Solution
@@ -135,6 +136,25 @@ class Problem:
             got = f"{tuple(loss.shape)} of {loss.dtype}" if is_a(loss, Tensor) else type(loss).__name__
             raise ValueError(f"{CALL}: {what}(params, hyper) must return a real scalar, got {got}.")
         return loss.reshape(())
+
+
+def partials(
+    loss: Tensor, values: Params, hyper: Sequence[Tensor], *, create_graph: bool = False
+) -> tuple[Params, list[Tensor | None]]:
+    """Differentiate a loss.
+
+    Returns:
+        The derivative with respect to each parameter, and with respect to each leaf of ``hyper``. The latter is None
+        if the loss does not depend on the leaf.
+
+    Raises:
+        ValueError: The gradient of a table is row-sparse.
+    """
+    found = gradients(loss, [*values.values(), *hyper], create_graph=create_graph)
+    slopes = zeros_for_none(found[: len(values)], values.values())
+    by_name = dict(zip(values, slopes, strict=True))
+    refuse_sparse(by_name)
+    return by_name, found[len(values) :]
 
 
 def gradients(loss: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor | None]:

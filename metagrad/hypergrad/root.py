@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, tree_flatten, tree_unflatten
-from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.gmres import gmres
 from metagrad.curvature.solvers.implicit import Inverse, attach, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, length
@@ -127,11 +127,9 @@ def root(
         Griewank, Walther, "Evaluating derivatives", 2008, chapter 15; Bai, Kolter, Koltun, "Deep equilibrium
         models", NeurIPS 2019; Blondel et al., "Efficient and modular implicit differentiation", NeurIPS 2022.
     """
-    problem = RootProblem(call, f, x0, batch_ndim, order)
-    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
+    problem = RootProblem(call, f, x0, batch_ndim, order, solver, rtol)
     check_count(f"{call}, max_steps", max_steps)
-    for name, number in (("rtol", rtol), ("atol", atol)):
-        check_number(f"{call}: {name}", number, 0.0)
+    check_number(f"{call}: atol", atol, 0.0)
     with torch.no_grad():
         run = iterated(problem.residual, method or NewtonKrylov(), problem.start, rtol, atol, max_steps)
     results = tuple(RESULTS[int(index)] for index in run.status)
@@ -152,7 +150,7 @@ def root(
             return Root(problem.tree(refuse_derivatives(x, sentence, problem.residual(x))), result, stats)
         if torch.is_grad_enabled():
             warn(f"{failure} The derivative is as far from that of the root as the value.")
-    return Root(problem.tree(problem.attached(x, solver, rtol, order)), result, stats)
+    return Root(problem.tree(problem.attached(x)), result, stats)
 
 
 def fixed_point(
@@ -229,18 +227,26 @@ def implicit_root(
     References:
         Griewank, Walther, "Evaluating derivatives", 2008, chapter 15.
     """
-    call = "implicit_root(f, x)"
-    problem = RootProblem(call, f, x, batch_ndim, order)
-    check_choice(f"{call}: solver", solver, ("gmres", "lu"))
-    check_number(f"{call}: rtol", rtol, 0.0)
-    return problem.tree(problem.attached(problem.start, solver, rtol, order))
+    problem = RootProblem("implicit_root(f, x)", f, x, batch_ndim, order, solver, rtol)
+    return problem.tree(problem.attached(problem.start))
 
 
 class RootProblem:
-    """Converts a function of pytrees to a function of rows ``[k, n]``, one row for each independent root."""
+    """A function of pytrees as one of rows ``[k, n]``, one for each independent root, and its inverse at a root."""
 
-    def __init__(self, call: str, f: Callable[[Any], Any], x: Tree, batch_ndim: int, order: int) -> None:
+    def __init__(
+        self,
+        call: str,
+        f: Callable[[Any], Any],
+        x: Tree,
+        batch_ndim: int,
+        order: int,
+        solver: LinearSolver,
+        rtol: float,
+    ) -> None:
         check_function(call, "f", f)
+        check_choice(f"{call}: solver", solver, ("gmres", "lu"))
+        check_number(f"{call}: rtol", rtol, 0.0)
         check_choice(f"{call}: batch_ndim", batch_ndim, (0, 1))
         check_count(f"{call}, order", order)
         if is_transformed():
@@ -253,12 +259,14 @@ class RootProblem:
         rows = {leaf.shape[:batch_ndim] for leaf in leaves}
         if len(rows) > 1 or (rows == {()} and batch_ndim):
             refuse(call, "tensors [k, ...], since batch_ndim=1", [*map(list, rows)])
-        self._call, self._f, self._order, self.evaluations = call, f, order, 0
+        self._call, self._f, self._order, self._rtol = call, f, order, rtol
+        self._solver: LinearSolver = solver
+        self.evaluations = 0
         self._leaves = [leaf.detach() for leaf in leaves]
         self._k = leaves[0].shape[0] if batch_ndim else 1
         self.start: Tensor = rows_of(self._leaves, self._k)
         self._modules = ReachableObjects(f).modules
-        self._random: RandomState | None = None
+        self._random = RandomState()
 
     def tree(self, rows: Tensor) -> Any:
         """Return rows in the form of the start."""
@@ -267,24 +275,12 @@ class RootProblem:
     def residual(self, rows: Tensor) -> Tensor:
         """Evaluate f. Every evaluation draws the same random numbers, and buffers do not change."""
         self.evaluations += 1
-        if self._random is None:
-            random = RandomState()
-            with random.restored():
-                found = self._evaluated(rows)
-                random.close()
-            self._random = random
-            return found
-        with self._random.restored():
-            return self._evaluated(rows)
-
-    def _evaluated(self, rows: Tensor) -> Tensor:
         training = (module for module in self._modules if module.training)
-        with own_buffers(training), checked_reruns(self._call):
-            if self._order == 1:
-                values = self._f(self.tree(rows))
-            else:
-                with every_order():
-                    values = self._f(self.tree(rows))
+        higher = every_order() if self._order > 1 else nullcontext()
+        with own_buffers(training), checked_reruns(self._call), self._random.restored(), higher:
+            values = self._f(self.tree(rows))
+            if self.evaluations == 1:
+                self._random.close()  # other generators are not set back
         leaves, form = tree_flatten(values)
         if form != self._form or [leaf.shape for leaf in leaves] != [leaf.shape for leaf in self._leaves]:
             raise ValueError(
@@ -292,7 +288,7 @@ class RootProblem:
             )
         return rows_of(leaves, self._k)
 
-    def attached(self, x: Tensor, solver: LinearSolver, rtol: float, order: int) -> Tensor:
+    def attached(self, x: Tensor) -> Tensor:
         """Return the root with its derivatives."""
         x = x.detach()
         if not torch.is_grad_enabled():
@@ -300,36 +296,26 @@ class RootProblem:
         residual = self.residual(x)
         if not residual.requires_grad:
             return x
-        linear = Linearization(self._call, self.residual, x, solver, max(rtol, torch.finfo(x.dtype).eps))
+        self._root = x
         call = f"{self._call[:-1]}, order={{}})"
-        solve, solve_transposed = (
-            partial(linear.solve, transposed=transposed) for transposed in (True, False)
-        )
-        inverse = Inverse(self.residual, solve, solve_transposed, order, None, call)
-        return attach(inverse, x, residual, order)
-
-
-class Linearization:
-    """Solves with minus the Jacobian at a root, and with its transpose."""
-
-    def __init__(self, call: str, f: Rows, x: Tensor, solver: LinearSolver, rtol: float) -> None:
-        self._call, self._f, self._x, self._solver, self._rtol = call, f, x, solver, rtol
+        inverse = Inverse(self.residual, self.solve, self.solve_transposed, self._order, None, call)
+        return attach(inverse, x, residual, self._order)
 
     @cached_property
     def _graph(self) -> Recorded:
         with torch.enable_grad():
-            leaf = self._x.detach().requires_grad_()
-            return Recorded(self._call, [self._f(leaf)], {"x": leaf})
+            leaf = self._root.detach().requires_grad_()
+            return Recorded(self._call, [self.residual(leaf)], {"x": leaf})
 
     @cached_property
     def _matrix(self) -> Tensor:
-        k, n = self._x.shape
-        identity = torch.eye(n, dtype=self._x.dtype, device=self._x.device)
+        k, n = self._root.shape
+        identity = torch.eye(n, dtype=self._root.dtype, device=self._root.device)
         rows = [self._graph.pull(row.expand(k, n).reshape(-1)).view(k, n) for row in identity]
         return -torch.stack(rows, 1)  # [k, n, n]
 
-    def solve(self, g: Tensor, *, transposed: bool) -> Tensor:
-        """Solve with minus the Jacobian or its transpose, without a graph."""
+    def solve(self, g: Tensor, *, transposed: bool = True) -> Tensor:
+        """Solve with the transpose of minus the Jacobian, without a graph."""
         with torch.no_grad():
             g = g.detach()
             if self._solver == "lu":
@@ -344,7 +330,7 @@ class Linearization:
             run = gmres(
                 lambda rows: -product(rows.reshape(-1)).view(rows.shape),
                 g,
-                tolerance=self._rtol * length(g),
+                tolerance=max(self._rtol, torch.finfo(g.dtype).eps) * length(g),
                 max_steps=min(10 * g.shape[1], 10_000),
             )
         failed = {RESULTS[int(index)] for index in run.status} - {Result.CONVERGED}
@@ -354,3 +340,7 @@ class Linearization:
                 'singular or badly conditioned. Take solver="lu", a larger rtol, or another root.'
             )
         return run.x
+
+    def solve_transposed(self, g: Tensor) -> Tensor:
+        """Solve with minus the Jacobian, without a graph."""
+        return self.solve(g, transposed=False)

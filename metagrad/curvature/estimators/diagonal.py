@@ -71,12 +71,8 @@ class _Signs(Estimator):
 
     def __init__(self, probing: ProbeSampler) -> None:
         self.probing = probing
-        zero = probing.zeros(probing.n)
-        self.total, self.first, self.second = (
-            zero,
-            zero,
-            zero,
-        )  # sums of z * Az, of its change from d0, of squares
+        # Sums of z * Az, of its change from d0, and of the squares of the change.
+        self.total = self.first = self.second = probing.zeros(probing.n)
         self.origin: Tensor | None = None  # d0
         self.squares = probing.zeros()  # sum of the squares of the elements of Az
 

@@ -117,9 +117,8 @@ class Groups:
         self.problem = problem
         self.layers: list[LayerGroup] = []
         self._is_checked, self._is_first = False, True
-        self.rows: dict[
-            tuple[str, ...], bool
-        ] = {}  # whether the full matrix is estimated, or only its diagonal
+        # Whether the full matrix is estimated, or only its diagonal.
+        self.rows: dict[tuple[str, ...], bool] = {}
         self._sums: dict[tuple[str, ...], Any] = defaultdict(float)
         own = dict(model.named_parameters(remove_duplicate=False))
         names, members = {id(own[name]): name for name in problem.params}, defaultdict[Any, list[Any]](list)

@@ -46,18 +46,18 @@ def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree
         output: The output of the model, with its graph.
         target: The second argument of the loss.
     """
-    value, call = _watched(lambda: loss_fn(output, target))
-    if call is None or not _is_plain(call.arguments, tensors_in(output)):
-        return EvaluatedLoss(value, None)
-    return EvaluatedLoss(value, _MAKERS[call.function](call.arguments))
+    ends = tensors_in(output)
+
+    def is_plain(own: _Arguments) -> bool:
+        """Return whether only the input depends on the outputs."""
+        return _depend([own["input"]], ends) and not _depend(_others(own), ends)
+
+    return _watched(lambda: loss_fn(output, target), is_plain)
 
 
 def recognized(loss: Callable[[], Tensor]) -> EvaluatedLoss:
     """Evaluate a loss whose output is unknown. Its closed form is a function of the input of the known loss."""
-    value, call = _watched(loss)
-    if call is None or any(tensor.requires_grad for tensor in _others(call.arguments)):
-        return EvaluatedLoss(value, None)
-    return EvaluatedLoss(value, _MAKERS[call.function](call.arguments))
+    return _watched(loss, lambda own: not any(tensor.requires_grad for tensor in _others(own)))
 
 
 def is_affine_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
@@ -98,23 +98,17 @@ class _LossCalls(Dispatch):
         return result
 
 
-def _watched(loss: Callable[[], Tensor]) -> tuple[Tensor, _Call | None]:
-    """Evaluate a loss, and return the value and the recorded call.
-
-    The call is None if it is unknown or deprecated.
-    """
+def _watched(loss: Callable[[], Tensor], is_plain: Callable[[_Arguments], bool]) -> EvaluatedLoss:
+    """Evaluate a loss. It is known if a known call made it, with plain arguments, none of them deprecated."""
     with _LossCalls() as watch:
         value = loss()
     call = watch.calls.get(id(value))
-    if call is None or call.node is not value.grad_fn:  # modified in place since, for example by loss /= 2
-        return value, None
-    is_deprecated = any(call.arguments.get(name) is not None for name in ("size_average", "reduce"))
-    return value, None if is_deprecated or value.ndim else call
-
-
-def _is_plain(arguments: _Arguments, outputs: Sequence[Tensor]) -> bool:
-    """Return whether only the input depends on the outputs."""
-    return _depend([arguments["input"]], outputs) and not _depend(_others(arguments), outputs)
+    # A loss with another node was modified in place since, for example by loss /= 2.
+    if call is None or call.node is not value.grad_fn or value.ndim:
+        return EvaluatedLoss(value, None)
+    own = call.arguments
+    is_deprecated = any(own.get(name) is not None for name in ("size_average", "reduce"))
+    return EvaluatedLoss(value, _MAKERS[call.function](own) if is_plain(own) and not is_deprecated else None)
 
 
 def _others(arguments: _Arguments) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -171,7 +170,7 @@ class Jacobian:
     @property
     def T(self) -> TransposedJacobian:  # noqa: N802
         """The transpose, for products ``J.T @ u``."""
-        return TransposedJacobian(self)
+        return TransposedJacobian(self._recorded)
 
     def rows(self) -> Tensor:
         """Materialize the matrix, ``[N K, n]``."""
@@ -185,22 +184,18 @@ class Jacobian:
     def __repr__(self) -> str:
         return f"Jacobian({self.shape[0]} values, {self.shape[1]} parameters)"
 
-    def transposed_product(self, u: Tensor) -> Tensor:
-        """Multiply the transpose by ``[N K]`` or rows ``[k, N K]``."""
-        _check(u, self.shape[0], "J.T @ u")
-        with torch.no_grad():
-            return self._recorded.pull(u)
 
-
-@dataclass(frozen=True)
 class TransposedJacobian:
     """The transpose of a :class:`Jacobian`."""
 
-    jacobian: Jacobian
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
 
     def __matmul__(self, u: Tensor) -> Tensor:
         """Multiply ``[N K]`` or rows ``[k, N K]``. Returns ``[n]`` or ``[k, n]``."""
-        return self.jacobian.transposed_product(u)
+        _check(u, self._recorded.outputs.numel(), "J.T @ u")
+        with torch.no_grad():
+            return self._recorded.pull(u)
 
 
 class Gram:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar, overload
 
@@ -179,13 +179,7 @@ class Operator:
             return NotImplemented
         if not self.space.is_same(other.space):
             refuse("A + B", f"operators on the same parameters, {self.space}", other.space)
-        return OperatorSum(
-            [
-                term
-                for part in (self, other)
-                for term in (part.terms if isinstance(part, OperatorSum) else [part])
-            ]
-        )
+        return OperatorSum(self, other)
 
     def __sub__(self, other: Operator) -> Operator:
         return self + -1.0 * other if is_a(other, Operator) else NotImplemented
@@ -317,17 +311,14 @@ class Operator:
 
 
 class OperatorSum(Operator):
-    """A sum of operators on the same parameters."""
+    """A sum of two operators on the same parameters."""
 
-    def __init__(self, terms: Sequence[Operator]) -> None:
-        super().__init__(terms[0].space)
-        self.terms: tuple[Operator, ...] = tuple(terms)
+    def __init__(self, first: Operator, second: Operator) -> None:
+        super().__init__(first.space)
+        self.terms = first, second
 
     def _products(self, vectors: Tensor) -> Tensor:
-        total = self.terms[0].multiply(vectors)
-        for term in self.terms[1:]:
-            total = total + term.multiply(vectors)
-        return total
+        return self.terms[0].multiply(vectors) + self.terms[1].multiply(vectors)
 
     def _free(self) -> None:
         for term in self.terms:
@@ -371,7 +362,8 @@ class PreconditionedOperator(OperatorWrapper):
             return root
         diagonal = self.space.flatten(root, call=call) if isinstance(root, Mapping) else root
         if not is_a(diagonal, Tensor) or diagonal.shape != (n,) or diagonal.dtype != self.dtype:
-            got = _described(diagonal)
+            is_tensor = is_a(diagonal, Tensor)
+            got = f"{list(diagonal.shape)} of {diagonal.dtype}" if is_tensor else type(diagonal).__name__
             raise ValueError(
                 f"{call}: expected a map of rows, or a diagonal [{n}] of {self.dtype}, got {got}."
             )
@@ -379,10 +371,6 @@ class PreconditionedOperator(OperatorWrapper):
 
     def _products(self, vectors: Tensor) -> Tensor:
         return self.root(self.operator.multiply(self.root(vectors)))
-
-
-def _described(value: object) -> str:
-    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 class Identity(Operator):

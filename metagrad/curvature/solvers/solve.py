@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
-from metagrad.core.checks import warn
+from metagrad.core.checks import check_count, check_number, warn
 from metagrad.core.tree import widened
-from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
+from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, checked_size
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.implicit import Inverse, attach_linear, refuse_derivatives
@@ -22,7 +22,6 @@ from metagrad.curvature.solvers.solution import Result, Solution, SolveError, St
 from metagrad.curvature.solvers.system import (
     CALL,
     LinearSystem,
-    check_numbers,
     check_vector,
 )
 
@@ -121,7 +120,10 @@ def solve(
         Rajeswaran, Finn, Kakade, Levine, "Meta-learning with implicit gradients", NeurIPS 2019, section 3; Griewank,
         Walther, "Evaluating derivatives", 2008, chapter 15 (implicit and iterative differentiation).
     """
-    check_numbers(rtol, atol, max_steps, order)
+    check_number("solve(..., rtol)", rtol, 0)
+    check_number("solve(..., atol)", atol, 0)
+    check_count("solve(..., max_steps)", max_steps, optional=True)
+    check_count("solve(..., order)", order)
     n = checked_size(CALL, operator)
     check_vector("b", b, operator)
     if x0 is not None:
@@ -144,9 +146,10 @@ def solve(
         x = work.attached(x, product * scale, rows, results, rtol, order)
     direction = run.direction if Result.NEGATIVE_CURVATURE in results else None
     norms = widened(residuals) * widened(scale.squeeze(1))
-    stats = Stats(results, run.steps, norms, system.matvecs, direction)
     if b.ndim == 1:
-        x, stats = x[0], _of_one(stats)
+        x, direction = x[0], None if direction is None else direction[0]
+    steps, norms = (own[0] if b.ndim == 1 else own for own in (run.steps, norms))
+    stats = Stats(results, steps, norms, system.matvecs, direction)
     if throw:
         raise_failure(CALL, stats)
     return Solution(x, overall(results), stats)
@@ -174,12 +177,13 @@ class _SystemSolver:
             scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1).to(b.dtype)
             rows = b.detach() / scale
             tolerance = torch.maximum(rtol * length(rows), (atol / widened(scale)).to(b.dtype).squeeze(1))
-            if (
-                x0 is not None
-            ):  # a right-hand side of 0 starts from 0, because no residual is small relative to it
+            if x0 is not None:
+                # A right-hand side of 0 starts from 0, because no residual is small relative to it.
                 x0 = torch.where((rows != 0).any(-1, keepdim=True), x0.detach() / scale, 0.0)
             limits = Limits(tolerance, self.max_steps)
-            found = self.solver.run(self.system.constant_rows, rows, x0, self.precondition, limits)
+            constant = self.system.constant
+            products = constant if self.system.num_matrices is None else SeparateMatrices(constant)
+            found = self.solver.run(products, rows, x0, self.precondition, limits)
         return found, rows, scale, tolerance
 
     def attached(
@@ -224,12 +228,6 @@ def _true_residuals(status: Tensor, product: Tensor, b: Tensor, tolerance: Tenso
     slack = 10 * tolerance + 10 * torch.finfo(b.dtype).eps * length(b)
     is_false = (status == RESULTS.index(Result.CONVERGED)) & (residuals > slack)
     return torch.where(is_false, RESULTS.index(Result.STAGNATED), status), residuals
-
-
-def _of_one(stats: Stats) -> Stats:
-    """Remove the dimension of right-hand sides."""
-    direction = None if stats.direction is None else stats.direction[0]
-    return Stats(stats.results, stats.steps[0], stats.residual_norms[0], stats.matvecs, direction)
 
 
 def _solver(method: str | Solver) -> Solver:

@@ -7,8 +7,8 @@ import numbers
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import check_count, check_number, is_a, refuse
-from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, shaped_products
+from metagrad.core.checks import check_number, is_a, refuse
+from metagrad.curvature.linear_map import LinearMap, shaped_products
 from metagrad.curvature.solvers.implicit import is_batched
 
 CALL = "solve(operator, b)"
@@ -46,23 +46,10 @@ class LinearSystem:
             products = products + self.damping * vectors
         return products
 
-    @property
-    def constant_rows(self) -> Rows:
-        """The products without a graph, as solvers take them."""
-        return self.constant if self.num_matrices is None else SeparateMatrices(self.constant)
-
     def constant(self, vectors: Tensor) -> Tensor:
         """Multiply rows without a graph."""
         with torch.no_grad():
             return self.multiply(vectors).detach()
-
-
-def check_numbers(rtol: float, atol: float, max_steps: int | None, order: int) -> None:
-    """Raise ``ValueError`` unless the numbers of a solve are in their ranges."""
-    check_number("solve(..., rtol)", rtol, 0)
-    check_number("solve(..., atol)", atol, 0)
-    check_count("solve(..., max_steps)", max_steps, optional=True)
-    check_count("solve(..., order)", order)
 
 
 def checked_damping(damping: float | Tensor) -> float:

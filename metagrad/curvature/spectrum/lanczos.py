@@ -128,9 +128,8 @@ def lanczos_step(
             f"{call}: the operator is not symmetric: <u, A v> and <v, A u> differ by {relative:.1g} of its norm. "
             "Pass a symmetric operator whose products do not change from call to call (no dropout, no shuffling)."
         )
-    norms = np.where(
-        report[:, -1] > 10 * eps * scales, report[:, -1], 0.0
-    )  # the rounding of orthogonalization
+    # A shorter rest is the rounding of its orthogonalization.
+    norms = np.where(report[:, -1] > 10 * eps * scales, report[:, -1], 0.0)
     projected[:, j, j] = report[:, j]
     if j + 1 < projected.shape[1]:
         projected[:, j, j + 1] = projected[:, j + 1, j] = norms
