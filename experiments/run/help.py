@@ -49,7 +49,7 @@ HEAD = """\
 
 def default_logger() -> str:
     """Return `wandb` if wandb has a key, a login or WANDB_MODE, else `csv`."""
-    is_set = {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys()
+    is_set = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")
     logins = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     return "wandb" if is_set or (logins.is_file() and "wandb" in logins.read_text()) else "csv"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from metagrad.attribution.gradients import Metrics
 from metagrad.attribution.retraining import Outcomes, retrain
 from metagrad.attribution.scores import Scores
-from metagrad.core.checks import check_count, check_number, refuse, warn
+from metagrad.core.checks import check_count, check_number, check_type, refuse, warn
 from metagrad.training import Training
 
 _DRAWS = 1000  # of a bootstrap
@@ -155,6 +155,7 @@ def loo(
         >>> metagrad.attribution.loo(training, scores, metrics, torch.arange(8)).value > 0.9
         True
     """
+    check_type("loo(examples)", examples, Tensor)
     if examples.ndim != 1 or len(examples) < 3:
         refuse("loo(examples)", "at least three indices", tuple(examples.shape))
     weights = scores.at.repeat(len(examples), 1)

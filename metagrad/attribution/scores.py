@@ -129,7 +129,7 @@ def attribute(trained: Trained, metrics: Metrics, method: AttributionMethod | No
     """
     check_type("attribute(trained)", trained, Trained)
     method = Replay() if method is None else method
-    if not hasattr(method, "scores"):
+    if isinstance(method, type) or not hasattr(method, "scores"):
         refuse("attribute(method)", "a method such as metagrad.attribution.TracIn()", method, TypeError)
     with torch.no_grad():
         values = metrics(trained)

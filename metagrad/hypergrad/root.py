@@ -128,6 +128,8 @@ def root(
         models", NeurIPS 2019; Blondel et al., "Efficient and modular implicit differentiation", NeurIPS 2022.
     """
     problem = RootProblem(call, f, x0, batch_ndim, order, solver, rtol)
+    if method is not None and (isinstance(method, type) or not hasattr(method, "begin")):
+        refuse(f"{call}: method", "a method such as metagrad.hypergrad.Anderson()", method, TypeError)
     check_count(f"{call}, max_steps", max_steps)
     check_number(f"{call}: atol", atol, 0.0)
     with torch.no_grad():
@@ -181,14 +183,15 @@ def fixed_point(
     References:
         Bai, Kolter, Koltun, "Deep equilibrium models", NeurIPS 2019.
     """
-    check_function("fixed_point(g, z0)", "g", g)
+    call = "fixed_point(g, z0)"
+    check_function(call, "g", g)
 
     def f(z: Any) -> Any:
         leaves, form = tree_flatten(z)
-        values = tree_flatten(g(z))[0]
+        values = _leaves_like(call, g(z), leaves, form)
         return tree_unflatten([a - b for a, b in zip(values, leaves, strict=True)], form)
 
-    return root(f, z0, method=method or Anderson(), call="fixed_point(g, z0)", **options)
+    return root(f, z0, method=Anderson() if method is None else method, call=call, **options)
 
 
 def implicit_root(
@@ -229,6 +232,14 @@ def implicit_root(
     """
     problem = RootProblem("implicit_root(f, x)", f, x, batch_ndim, order, solver, rtol)
     return problem.tree(problem.attached(problem.start))
+
+
+def _leaves_like(call: str, values: Tree, leaves: list[Tensor], form: object) -> list[Tensor]:
+    """Return the leaves of values. Raise ``ValueError`` if their form or their shapes differ from the start."""
+    found, found_form = tree_flatten(values)
+    if found_form != form or [leaf.shape for leaf in found] != [leaf.shape for leaf in leaves]:
+        raise ValueError(f"{call}: the values of the function must have the form and shapes of the start.")
+    return found
 
 
 class RootProblem:
@@ -281,12 +292,7 @@ class RootProblem:
             values = self._f(self.tree(rows))
             if self.evaluations == 1:
                 self._random.close()  # other generators are not set back
-        leaves, form = tree_flatten(values)
-        if form != self._form or [leaf.shape for leaf in leaves] != [leaf.shape for leaf in self._leaves]:
-            raise ValueError(
-                f"{self._call}: the values of the function must have the form and shapes of the start."
-            )
-        return rows_of(leaves, self._k)
+        return rows_of(_leaves_like(self._call, values, self._leaves, self._form), self._k)
 
     def attached(self, x: Tensor) -> Tensor:
         """Return the root with its derivatives."""

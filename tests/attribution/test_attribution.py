@@ -253,6 +253,8 @@ WRONG = {
         ValueError,
         "auc(scores, wrong)",
     ),
+    "a class": (lambda: mg.attribute(classifier()(), test_losses, TRAK), TypeError, "attribute(method)"),
+    "a list": (lambda: loo(classifier(), None, test_losses, [0, 1, 2]), TypeError, "loo(examples)"),
     "no method": (
         lambda: mg.attribute(classifier()(), test_losses, "tracin"),
         TypeError,

@@ -193,6 +193,11 @@ def test_what_is_no_root_has_no_derivative():
 def test_wrong_arguments_are_errors():
     with pytest.raises(ValueError, match="form and shapes of the start"):
         root(lambda x: x.sum(), torch.ones(2))
+    with pytest.raises(ValueError, match="form and shapes of the start"):
+        fixed_point(lambda x: x.sum() / 4, torch.ones(2))
+    for method in ("anderson", Anderson):
+        with pytest.raises(TypeError, match=r"fixed_point\(g, z0\): method: expected a method such as"):
+            fixed_point(torch.cos, torch.ones(2), method=method)
     with pytest.raises(TypeError, match="pytree of floating point tensors"):
         root(lambda x: x, torch.ones(2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"expected tensors \[k, ...\]"):

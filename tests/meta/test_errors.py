@@ -294,6 +294,7 @@ def test_batches():
     }
     calls = {message: functools.partial(call, given) for message, given in cases.items()}
     calls |= {
+        r"got a whole batch. Pass batch.support": lambda: call.adapt(mg.tasks.Batch((X, Y), (X, Y))),
         r"adapted to 4 tasks, so x must be \[4, n, ...\], got \(2, 6, 2\)": lambda: call.adapt((X, Y))(X[:2]),
         "expected an int of 0 or more, got -2": lambda: call(regression(), steps=-2),
         "one value for each of 2 steps": lambda: of(mg.MetaSGD, steps=2, per="step")()(regression(), steps=3),

@@ -79,6 +79,8 @@ def read_batch(batch: BatchLike, call: str = "MAML(batch)") -> Tasks:
 
 def read_support(support: ExamplesLike, call: str = "MAML.adapt(support)") -> Tasks:
     """Return tasks that have only support examples."""
+    if hasattr(support, "support"):
+        raise TypeError(f"{call}: expected the support examples, got a whole batch. Pass batch.support.")
     tasks = Tasks(*read_examples(support, call, "support"))
     _check_tasks(call, tasks)
     return tasks
@@ -129,8 +131,8 @@ def _check_tasks(call: str, tasks: Tasks) -> None:
     for name, (x, y) in pairs.items():
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[1] != y.shape[1]:
             raise ValueError(
-                f"{call}: {name}.x and {name}.y must have the same number of examples, got "
-                f"{tuple(x.shape)} and {tuple(y.shape)}."
+                f"{call}: {name}.x and {name}.y must have the same number of examples, got {tuple(x.shape)} and "
+                f"{tuple(y.shape)}. Shapes are [tasks, examples, ...]. For a single task, use x.unsqueeze(0)."
             )
 
 
