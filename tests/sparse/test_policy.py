@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 
@@ -10,6 +9,7 @@ import torch
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor, calibrate
 from metagrad.sparse.policy import SparsePolicy, current_policy, stats, use_policy
+from tests.sparse.cases import PRODUCTS, arguments
 
 DENSE = SparsePolicy(threshold=0.0, min_nnz=0)
 SPARSE = SparsePolicy(threshold=math.inf)
@@ -32,15 +32,6 @@ DEFAULT = SparsePolicy()
 )
 def test_prefers_dense(policy, shape, nnz, width, dense):
     assert policy.prefers_dense(shape, nnz, torch.float32, width=width) is dense
-
-
-def test_wrong_arguments_are_named():
-    for field, value in itertools.product(["threshold", "min_nnz", "max_dense_bytes"], [-1, math.nan]):
-        message = rf"SparsePolicy\({field}\): expected a number of 0 or more, got {value}"
-        with pytest.raises(ValueError, match=message):
-            SparsePolicy(**{field: value})
-    with pytest.raises(ValueError, match="expected one of 'auto', 'gather', got 'coo'"):
-        SparsePolicy(layout="coo")  # type: ignore[arg-type]
 
 
 def fail():
@@ -92,18 +83,9 @@ def test_calibration_finds_where_two_costs_meet(meet, found, monkeypatch):
     assert calibrate().threshold == pytest.approx(found, rel=0.25)
 
 
-def matrix() -> tuple[SparseTensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    pattern = Pattern.from_mask(torch.rand(5, 4, generator=generator) < 0.6)
-    values = torch.randn(pattern.nnz, generator=generator, dtype=torch.float64)
-    return SparseTensor(pattern, values), torch.randn(4, 3, generator=generator, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("policy", [DENSE, SPARSE, SparsePolicy(layout="gather")], ids=repr)
 def test_every_way_of_computing_is_right_at_every_order(policy):
-    a, x = matrix()
-    a.requires_grad_()
-    x.requires_grad_()
+    a, x = arguments(PRODUCTS[0], Pattern.banded(5, 1, 2))
     with use_policy(policy), stats() as s:
         y = a @ x
         assert mg.gradcheck(lambda a, x: (a @ x).pow(3), (a, x), order=3)

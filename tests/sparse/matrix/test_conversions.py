@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import scipy.sparse
 import torch
@@ -128,45 +127,3 @@ def test_conversions_are_not_as_large_as_the_matrix():
         for layout in LAYOUTS:
             SparseTensor.from_torch(a.to_torch(layout))
         SparseTensor.from_scipy(a.to_scipy())
-
-
-@pytest.mark.parametrize(
-    ("convert", "error", "message"),
-    [
-        (lambda: SparseTensor.from_dense(DENSE[0]), ValueError, "tensor must have two dimensions, got"),
-        (lambda: SparseTensor.from_dense(DENSE.to_sparse()), TypeError, "tensor must be a strided tensor"),
-        (lambda: SparseTensor.from_dense(DENSE, DENSE), TypeError, "mask must be a boolean tensor of two"),
-        (lambda: SparseTensor.from_dense(DENSE, DENSE.T != 0), ValueError, "mask must have the shape and"),
-        (lambda: SparseTensor.from_torch(DENSE), TypeError, "must have a sparse layout, got torch.strided."),
-        (
-            lambda: SparseTensor.from_torch(DENSE.to_sparse().requires_grad_()),
-            ValueError,
-            r"Use tensor.detach\(\)",
-        ),
-        (
-            lambda: SparseTensor.from_torch(DENSE[0].to_sparse()),
-            ValueError,
-            r"numbers as entries, got \(4,\)",
-        ),
-        (lambda: SparseTensor.from_torch(DENSE.to_sparse(1)), ValueError, "the entries of tensor are whole"),
-        (lambda: A.to_torch(torch.sparse_bsr), ValueError, "layout must be one of torch.sparse_coo, .* got"),
-        (lambda: A.detach().requires_grad_().to_torch(), ValueError, r"requires grad, .* Use a.detach\(\)"),
-        (lambda: A.to_scipy("xyz"), ValueError, r"to_scipy\(format\): expected one of 'bsr', .* got 'xyz'"),
-        (lambda: A.to("meta").to_scipy(), ValueError, "a is on meta, SciPy on the CPU"),
-        (lambda: A.to(torch.bfloat16).to_scipy(), TypeError, r"a is torch.bfloat16. Use a.float\(\) first"),
-        (lambda: SparseTensor.from_scipy(np.eye(2)), TypeError, "expected a SciPy sparse array or matrix"),
-        (
-            lambda: SparseTensor.from_scipy(scipy.sparse.eye_array(2, dtype=int)),
-            TypeError,
-            "got int64. Use matrix.as",
-        ),
-        (
-            lambda: SparseTensor.from_scipy(scipy.sparse.coo_array(np.ones(3))),
-            ValueError,
-            r"got shape \(3,\)",
-        ),
-    ],
-)
-def test_mistakes_are_named(convert, error, message):
-    with pytest.raises(error, match=message):
-        convert()

@@ -61,18 +61,6 @@ def test_derivatives_reach_the_values():
     assert sparse.pattern is PATTERN
 
 
-@pytest.mark.parametrize(
-    ("a", "error", "message"),
-    [
-        (torch.ones(2, 2), TypeError, r"a must be a SparseTensor, got Tensor. SparseTensor.from_dense"),
-        (matrix().requires_grad_() * 2.0, ValueError, r"a was computed from other tensors, .* Parameter\(a"),
-    ],
-)
-def test_what_is_no_parameter(a, error, message):
-    with pytest.raises(error, match=r"Parameter\(a\): " + message):
-        Parameter(a)
-
-
 def test_the_state_comes_back():
     layer, fresh = Linear(matrix()), Linear(matrix(values=(0.0, 0.0, 0.0)))
     buffer = io.BytesIO()

@@ -198,23 +198,3 @@ def peak(n, band, order):
     with mg.MemoryTracker("cpu") as memory:
         tower(sparse(pattern), [draw(n, 8, seed=i) for i in range(3)], order)
     return memory.peak
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"pattern": torch.ones(5, 4, dtype=torch.bool)}, TypeError, "pattern: expected Pattern, got Tensor"),
-        ({"k": torch.zeros(4, 3, dtype=torch.int64)}, TypeError, "k must be real floating point"),
-        ({"v": draw(4, 2, dtype=torch.float32)}, TypeError, "q and v must have one dtype"),
-        ({"q": draw(6, 3)}, ValueError, r"pattern is \(5, 4\), so q must be \[\.\.\., 5, D\].*got \[6, 3\]"),
-        ({"k": draw(5, 3)}, ValueError, r"k \[\.\.\., 4, D\].*got \[5, 3\], \[5, 3\] and \[4, 2\]"),
-        ({"dropout_p": 1.5}, ValueError, r"dropout_p must be from 0 to 1, got 1\.5"),
-        ({"q": draw(2, 5, 3), "k": draw(3, 4, 3)}, ValueError, "leading dimensions of q, k and v must broadcast"),
-        ({"q": draw(5, 3).to("meta"), "k": draw(4, 3).to("meta"), "v": draw(4, 2).to("meta")}, ValueError,
-         "q and pattern must be on one device, got meta and cpu"),
-    ],
-)  # fmt: skip
-def test_errors(change, error, match):
-    arguments = {"q": draw(5, 3), "k": draw(4, 3), "v": draw(4, 2), "pattern": random_pattern(), **change}
-    with pytest.raises(error, match=match):
-        attention(**arguments)

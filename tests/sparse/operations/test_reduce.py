@@ -7,7 +7,6 @@ import torch
 
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor
-from metagrad.sparse.operations.reduce import softmax
 from metagrad.sparse.operations.segments import segment_softmax, segment_sum
 from tests.sparse.towers import tower
 
@@ -81,19 +80,6 @@ def test_nothing_stored():
     assert a.sum(1).tolist() == a.max(1).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda a: a.sum(2), ValueError, r"a.sum\(dim\): dim: expected 0 .* or None .*got 2"),
-        (lambda a: a.max((0, 1)), ValueError, r"a.max\(dim\): dim: expected .*got \(0, 1\)"),
-        (lambda a: a.norm(0.5), ValueError, r"a.norm\(p\): p must be 1 or more, got 0.5"),
-    ],
-)
-def test_mistakes_are_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call(matrix(1.0, 2.0, 3.0))
-
-
 SCORES_PATTERN = Pattern(torch.tensor([0, 0, 2, 2]), torch.tensor([1, 3, 0, 1]), (3, 4))
 INF = math.inf
 
@@ -135,18 +121,6 @@ def test_log_weights_of_minus_infinity_are_minus_infinity_and_no_nan_comes_back(
     assert logs.tolist() == [-INF, -INF, -INF, 0.0]
     finite = logs.masked_fill(logs == -INF, 0)
     assert torch.autograd.grad(finite.sum(), x)[0].tolist() == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda a: softmax(a, 2), ValueError, r"softmax\(a, dim\): dim: expected 0 .*got 2"),
-        (lambda a: softmax(a.values), TypeError, r"softmax\(a, dim\): a must be a SparseTensor, got Tensor"),
-    ],
-)
-def test_mistakes_of_softmax_are_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call(SparseTensor(SCORES_PATTERN, torch.ones(4)))
 
 
 def test_equal_maxima_share_the_gradient():

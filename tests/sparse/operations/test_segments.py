@@ -79,39 +79,3 @@ def test_a_nan_stays_in_its_segment():
         y = function(x, ids, 2)
         assert y[0].isnan()
         assert y[-1].isfinite()
-
-
-def values(*shape, device="cpu"):
-    return torch.ones(shape, device=device)
-
-
-@pytest.mark.parametrize("function", [segment_sum])
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((values(5), IDS), ValueError, r"index holds ids, so num_segments must be given"),
-        ((values(5), SEGMENTS, 4), ValueError, "index is a Segments, which knows num_segments: leave it"),
-        ((values(4), SEGMENTS), ValueError, r"values: expected \[5, \.\.\.\], as index has entries, got"),
-        ((values(5), IDS, 2), ValueError, r"index must be from 0 to 1, got 2"),
-        (
-            (values(5, device="meta"), SEGMENTS),
-            ValueError,
-            r"values and index must be on one device, got meta and cpu",
-        ),
-    ],
-)
-def test_mistakes_are_named(function, arguments, error, message):
-    with pytest.raises(error, match=rf"{function.__name__}\(values, index, num_segments\): .*{message}"):
-        function(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((values(3), SEGMENTS), ValueError, r"x: expected a row for each of 4 segments, got 3"),
-        ((values(), IDS), ValueError, r"x must have a row for each segment, got a scalar"),
-    ],
-)
-def test_mistakes_of_gather_are_named(arguments, error, message):
-    with pytest.raises(error, match=rf"gather\(x, index\): {message}"):
-        gather(*arguments)

@@ -245,38 +245,3 @@ def test_nothing_is_ever_as_large_as_the_table():
             torch.autograd.grad((second**3).sum(), table)
         grad(lambda t: (grad(loss)(t, ids) ** 2).sum())(table.detach())
         vmap(grad(loss), (None, 0))(table.detach(), ids.view(4, 5))
-
-
-TABLE, ONE = torch.zeros(3, 2), torch.tensor([0, 1])
-weighted = lambda w: embedding_bag(ONE, ONE, TABLE, mode="sum", per_sample_weights=w)  # noqa: E731
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: embedding(torch.tensor([3]), TABLE), ValueError, r"embedding\(ids, table\): ids must be.*0"),
-        (
-            lambda: embedding(torch.tensor([0.0]), TABLE),
-            TypeError,
-            "ids: expected int64 or int32, .*got torch",
-        ),
-        (lambda: embedding(ONE, torch.zeros(3)), ValueError, r"table: expected \[V, D...\], .*got \(3,\)"),
-        (lambda: embedding(ONE, TABLE, padding_idx=3), ValueError, "padding_idx.*from -3 to 2, got 3"),
-        (lambda: embedding_bag(ONE, ONE, TABLE, mode="min"), ValueError, "mode: expected one of .*got 'min'"),
-        (lambda: embedding_bag(ONE, None, TABLE), ValueError, r"ids must be \[bags, n\] without offsets"),
-        (lambda: embedding_bag(ONE[None], ONE, TABLE), ValueError, r"ids must be 1-d with offsets.*\(1, 2\)"),
-        (lambda: embedding_bag(ONE, ONE / 2, TABLE), TypeError, "offsets must be int64 or int32, got torch"),
-        (lambda: embedding_bag(ONE, ONE[None], TABLE), ValueError, "offsets must be 1-d"),
-        (
-            lambda: embedding_bag(ONE, ONE + 1, TABLE),
-            ValueError,
-            r"offsets: expected ascending from 0.*got \[1, 2\]",
-        ),
-        (lambda: embedding_bag(ONE, ONE * 3, TABLE), ValueError, r"to at most 2 ids, got \[0"),
-        (lambda: embedding_bag(ONE, ONE, TABLE, per_sample_weights=ONE / 1), ValueError, 'for mode="sum"'),
-        (lambda: weighted(torch.ones(3)), ValueError, r"must have the shape of ids, \(2,\), got \(3,\)"),
-    ],
-)
-def test_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

@@ -292,46 +292,6 @@ def test_norms_that_torch_composes():
     torch.testing.assert_close(table.grad.norm(), torch.tensor(1.0, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda x: x.sum(2),
-        lambda x: x.permute(0, 2),
-    ],
-)
-def test_dimensions_that_are_not_there_are_refused(use):
-    """Counted modulo the number of dimensions, ``sum(2)`` was that over the rows."""
-    with pytest.raises((ValueError, IndexError), match=r"dim must be from -2 to 1, and none twice|out of"):
-        use(row_sparse())
-
-
-def test_two_of_different_shapes_are_not_added():
-    with pytest.raises(ValueError, match=r"expected the shape of x, \(7, 2\), got \(8, 2\)"):
-        row_sparse() + row_sparse(shape=(8, D))
-
-
-@pytest.mark.parametrize(
-    ("rows", "values", "shape", "error", "message"),
-    [
-        ([1.0], torch.ones(1, 2), (3, 2), TypeError, "rows must be int64, got torch.float32"),
-        ([[1]], torch.ones(1, 2), (3, 2), ValueError, r"rows must be 1-d.*\(1, 1\) and \(1, 2\)"),
-        ([1], torch.ones(1, 2), (3, 4), ValueError, r"rows of shape \(2,\), as values has, got \(3, 4\)"),
-        ([1], torch.ones(1, 2), (2,), ValueError, r"shape: expected \[V, ...\]"),
-        ([3], torch.ones(1, 2), (3, 2), ValueError, "rows must be from 0 to 2.*got 3"),
-    ],
-)
-@pytest.mark.parametrize("make", [RowSparse, RowSparse.from_rows])
-def test_parts_that_do_not_fit_are_refused(make, rows, values, shape, error, message):
-    with pytest.raises(error, match=message):
-        make(torch.tensor(rows), values, shape)
-
-
-@pytest.mark.parametrize("rows", [[2, 1], [1, 1]])
-def test_rows_must_ascend(rows):
-    with pytest.raises(ValueError, match=r"ascend without duplicates. Call RowSparse.from_rows"):
-        RowSparse(torch.tensor(rows), torch.ones(2, 2), (3, 2))
-
-
 def test_nothing_is_ever_as_large_as_the_table():
     num_rows = 10**6
     table, other = leaf(num_rows, D, dtype=torch.float32), leaf(num_rows, D, seed=1, dtype=torch.float32)
