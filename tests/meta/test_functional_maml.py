@@ -9,15 +9,12 @@ from torch import nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
 import metagrad as mg
-
-sgd = mg.optim.rules.sgd
+from tests.meta.textbook import learner, net, textbook
 
 
 def make(**options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     lr = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
-    return mg.MAML(model, F.mse_loss, **{"inner": sgd(lr=lr), "steps": 2, **options})
+    return learner(mg.MAML, net(), inner=mg.optim.rules.sgd(lr=lr), **options)
 
 
 def values_of(maml):
@@ -30,7 +27,7 @@ def loss_at(maml, batch):
 
 @pytest.mark.parametrize("options", [{}, {"task_chunk": 1}, {"truncate": 1}], ids=str)
 @pytest.mark.parametrize("transform", [grad, jacrev])
-def test_reverse_mode_of_a_functional_call(regression, textbook, options, transform):
+def test_reverse_mode_of_a_functional_call(regression, options, transform):
     maml = make(**options)
     got = transform(loss_at(maml, regression))(values_of(maml))
     truncate = options.get("truncate")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -13,14 +12,9 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 import metagrad as mg
-from metagrad.tasks import Batch
+from tests.meta.textbook import Scaled, assert_learns_as, learner, net, some_tasks, textbook
 
 rules = mg.optim.rules
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
 def learned(value=0.1, **options):
@@ -138,46 +132,31 @@ def test_hyperparameters_for_each_parameter_keep_their_names_and_survive_copies(
     maml = mg.MAML(net(), F.mse_loss, inner=rules.sgd(lr=values), steps=2)
     names = [f"inner_lr_{name.replace('.', '_')}" for name, _ in net().named_parameters()]
     assert [name for name in maml.state_dict() if name.startswith("inner")] == names
-    for other in (copy.deepcopy(maml), pickle.loads(pickle.dumps(maml))):
-        torch.testing.assert_close(other(regression).loss, maml(regression).loss)
-        with torch.no_grad():
-            other.inner_lr_0_weight.zero_()
-        assert not torch.allclose(other(regression).loss, maml(regression).loss)
-        assert float(maml.inner_lr_0_weight.detach().min()) == 0.1
-
-
-class Tempered(nn.Module):
-    """A loss with a learned temperature."""
-
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(2.0).double())
-
-    def forward(self, prediction, target):
-        return F.mse_loss(prediction / self.temperature, target)
+    other = copy.deepcopy(maml)
+    torch.testing.assert_close(other(regression).loss, maml(regression).loss)
+    with torch.no_grad():
+        other.inner_lr_0_weight.zero_()
+    assert not torch.allclose(other(regression).loss, maml(regression).loss)
 
 
 @pytest.mark.parametrize(("memory", "task_chunk"), [("full", None), ("step", 1), ("sqrt", None)])
-def test_parameters_of_the_loss_are_learned(textbook, regression, memory, task_chunk):
-    model, loss_fn = net(), Tempered()
-    maml = mg.MAML(model, loss_fn, inner=rules.sgd(lr=0.1), steps=2, memory=memory, task_chunk=task_chunk)
-    assert "loss_fn.temperature" in dict(maml.named_parameters())
-    expected = textbook(model, loss_fn, regression, lr=0.1, steps=2).mean()
-    loss = maml(regression).loss
-    torch.testing.assert_close(loss, expected)
-    wanted = [*model.parameters(), loss_fn.temperature]
-    torch.testing.assert_close(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted))
+def test_parameters_of_the_loss_are_learned(regression, memory, task_chunk):
+    model, loss_fn = net(), Scaled()
+    maml = learner(mg.MAML, model, loss_fn, memory=memory, task_chunk=task_chunk)
+    assert "loss_fn.scale" in dict(maml.named_parameters())
+    losses = textbook(model, loss_fn, regression, lr=0.1, steps=2)
+    assert_learns_as(maml(regression), losses, [*model.parameters(), loss_fn.scale])
 
 
-class Rooted(Tempered):
+class Rooted(Scaled):
     """A loss whose derivative is not finite if all targets are zero."""
 
     def forward(self, prediction, target):
-        return super().forward(prediction, target) + 0 * target.abs().sum().mul(self.temperature).sqrt()
+        return super().forward(prediction, target) + 0 * target.abs().sum().mul(self.scale).sqrt()
 
 
 @pytest.mark.parametrize("functional", [False, True])
-def test_gradients_of_the_loss_that_are_not_finite_are_left_out(textbook, regression, functional):
+def test_gradients_of_the_loss_that_are_not_finite_are_left_out(regression, functional):
     """The gradients belong to the parameters of the call, also after the end of a functional call."""
     regression.query.y[1] = 0
     model, loss_fn = net(), Rooted()
@@ -187,16 +166,16 @@ def test_gradients_of_the_loss_that_are_not_finite_are_left_out(textbook, regres
         maml.requires_grad_(True)
         parameters = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
         with torch.no_grad():
-            loss_fn.temperature.fill_(1.0)
+            loss_fn.scale.fill_(1.0)
         loss = functional_call(maml, parameters, (regression,)).loss
     else:
         loss = maml(regression).loss
     got = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
     with torch.no_grad():
-        loss_fn.temperature.fill_(2.0)
-    rest = Batch(*mg.core.tree.tree_map(lambda t: t[[0, 2, 3]], regression))
+        loss_fn.scale.fill_(1.5)
+    rest = some_tasks(regression, [0, 2, 3])
     expected = torch.autograd.grad(
-        textbook(model, loss_fn, rest, lr=0.1, steps=2).sum() / 4, [*model.parameters(), loss_fn.temperature]
+        textbook(model, loss_fn, rest, lr=0.1, steps=2).sum() / 4, [*model.parameters(), loss_fn.scale]
     )
     torch.testing.assert_close(list(got.values()), list(expected))
     maml.nonfinite = "raise"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import inspect
 import re
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
 from tests.marks import covering, slow
+from tests.meta.textbook import gradients, learner, textbook
 
 sgd = mg.optim.rules.sgd
 
@@ -43,27 +46,13 @@ def tied():
     return nn.Sequential(nn.Linear(2, 3), first, nn.Tanh(), second).double()
 
 
-class Twice(nn.Module):
-    """Calls one layer twice."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.enter, self.again = nn.Linear(2, 3), nn.Linear(3, 3)
-        self.double()
-
-    def forward(self, x):
-        return self.again(torch.tanh(self.again(self.enter(x))))
-
-
 def conv(norm):
     torch.manual_seed(3)
     return mg.models.Conv4(3, hidden=4, image_size=16, norm=norm).double()
 
 
 def meta_gradient(loss, model):
-    params = [p for p in model.parameters() if p.requires_grad]
-    return torch.autograd.grad(loss, params, materialize_grads=True)
+    return gradients(loss, [p for p in model.parameters() if p.requires_grad])
 
 
 def assert_same(got, expected, rtol=1e-10):
@@ -85,9 +74,9 @@ def is_fast(model, steps, memory, task_chunk):
     ("model", "steps", "memory", "task_chunk"),
     covering(REGRESSION, [0, 1, 5, 10], ["full", "step", "sqrt", "160KiB"], [None, 1, 3], fast=is_fast),
 )
-def test_meta_gradient_equals_the_textbook_loop(textbook, regression, model, steps, memory, task_chunk):
+def test_meta_gradient_equals_the_textbook_loop(regression, model, steps, memory, task_chunk):
     model = REGRESSION[model]()
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=steps, memory=memory, task_chunk=task_chunk)
+    maml = learner(mg.MAML, model, steps=steps, memory=memory, task_chunk=task_chunk)
     expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=steps)
     out = maml(regression)
     torch.testing.assert_close(out.query_losses, expected, rtol=1e-10, atol=1e-12)
@@ -98,7 +87,7 @@ def test_meta_gradient_equals_the_textbook_loop(textbook, regression, model, ste
 @pytest.mark.parametrize(
     ("steps", "memory", "task_chunk"), [(1, "full", 2), (1, "step", None), slow(5, "step", 2)]
 )
-def test_conv4_equals_the_textbook_loop(textbook, images, norm, steps, memory, task_chunk):
+def test_conv4_equals_the_textbook_loop(images, norm, steps, memory, task_chunk):
     model = conv(norm)
     maml = mg.MAML(
         model, F.cross_entropy, inner=sgd(lr=0.05), steps=steps, memory=memory, task_chunk=task_chunk
@@ -107,25 +96,12 @@ def test_conv4_equals_the_textbook_loop(textbook, images, norm, steps, memory, t
     assert_same(meta_gradient(maml(images).loss, model), meta_gradient(expected.mean(), model))
 
 
-@pytest.mark.parametrize(("memory", "task_chunk"), [("full", None), ("step", 1), ("sqrt", None)])
-def test_first_order(textbook, regression, memory, task_chunk):
-    model = mlp()
-    maml = mg.MAML(
-        model, F.mse_loss, inner=sgd(lr=0.1), steps=5, order=1, memory=memory, task_chunk=task_chunk
-    )
-    first = meta_gradient(textbook(model, F.mse_loss, regression, lr=0.1, steps=5, order=1).mean(), model)
-    second = meta_gradient(textbook(model, F.mse_loss, regression, lr=0.1, steps=5).mean(), model)
-    got = meta_gradient(maml(regression).loss, model)
-    assert_same(got, first)
-    assert not torch.allclose(got[0], second[0])
-
-
 def test_support_losses_at_first_order_have_a_gradient_where_steps_are_computed_again(regression):
     """If graphs are freed, the error names the argument to change."""
     model = mlp()
 
     def first_order(memory):
-        out = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, order=1, memory=memory)(regression)
+        out = learner(mg.MAML, model, steps=3, order=1, memory=memory)(regression)
         return meta_gradient(out.loss + out.support_losses[:, 1:].mean(), model)
 
     with pytest.raises(RuntimeError, match=r'out.support_losses has no gradient. Pass memory="step"'):
@@ -134,11 +110,11 @@ def test_support_losses_at_first_order_have_a_gradient_where_steps_are_computed_
 
 
 @pytest.mark.parametrize("memory", ["full", "step"])
-def test_the_hessian_of_the_meta_objective(textbook, regression, memory):
+def test_the_hessian_of_the_meta_objective(regression, memory):
     """A third derivative of the model equals the plain loop."""
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     params = list(model.parameters())
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=memory)
+    maml = learner(mg.MAML, model, steps=3, memory=memory)
 
     def hessian_products(loss):
         grads = torch.autograd.grad(loss, params, create_graph=True)
@@ -158,7 +134,7 @@ def test_the_hessian_through_a_norm_is_right(regression, norm, memory):
     vector = torch.randn(sum(p.numel() for p in params.values())).double()
 
     def product(task_chunk):
-        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory=memory, task_chunk=task_chunk)
+        maml = learner(mg.MAML, model, memory=memory, task_chunk=task_chunk)
 
         def loss(p):
             return torch.func.functional_call(
@@ -176,7 +152,7 @@ def test_the_hessian_through_a_norm_is_right(regression, norm, memory):
 
 def test_output_shapes_and_the_first_losses(regression):
     model = mlp()
-    out = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=5)(regression)
+    out = learner(mg.MAML, model, steps=5)(regression)
     assert out.loss.shape == ()
     assert out.support_losses.shape == (4, 5)
     assert out.query_losses.shape == (4,)
@@ -195,7 +171,7 @@ def test_output_shapes_and_the_first_losses(regression):
     ("memory", "task_chunk"), [("full", None), ("full", 1), ("step", None), ("sqrt", 1), ("160KiB", None)]
 )
 def test_adapt_gives_the_model_that_forward_evaluates_also_without_grad_mode(regression, task_chunk, memory):
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk, memory=memory)
+    maml = learner(mg.MAML, mlp(), steps=3, task_chunk=task_chunk, memory=memory)
     expected, differentiable = maml(regression), maml.adapt(regression.support)
     assert differentiable(regression.query.x).requires_grad
     with torch.no_grad():
@@ -212,11 +188,11 @@ def test_adapt_gives_the_model_that_forward_evaluates_also_without_grad_mode(reg
         assert torch.equal(adapted.steps, expected.steps)
 
 
-def test_frozen_parameters_are_shared_and_not_adapted(textbook, regression):
+def test_frozen_parameters_are_shared_and_not_adapted(regression):
     model = mlp()
     model[0].weight.requires_grad_(False)
     model[2].bias.requires_grad_(False)
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3)
+    maml = learner(mg.MAML, model, steps=3)
     assert "0.weight" not in maml.adapt(regression.support).params
     expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=3).mean()
     assert_same(meta_gradient(maml(regression).loss, model), meta_gradient(expected, model))
@@ -225,7 +201,7 @@ def test_frozen_parameters_are_shared_and_not_adapted(textbook, regression):
 def test_a_parameter_the_loss_does_not_use_stays_as_it_is(regression):
     model = mlp()
     model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
-    fast = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2).adapt(regression.support)
+    fast = learner(mg.MAML, model).adapt(regression.support)
     assert torch.equal(fast.params["unused"].detach(), torch.ones(4, 2, dtype=torch.float64))
 
 
@@ -235,7 +211,7 @@ def test_dropout_masks_differ_from_task_to_task_and_repeat_with_the_seed():
     batch = Batch(
         Examples(ones, torch.zeros(3, 4, 2).double()), Examples(ones, torch.zeros(3, 4, 2).double())
     )
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory="step")
+    maml = learner(mg.MAML, model, memory="step")
     results = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -243,13 +219,6 @@ def test_dropout_masks_differ_from_task_to_task_and_repeat_with_the_seed():
         results.append((out.query_outputs, *meta_gradient(out.loss, model)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert not torch.equal(results[0][0][0], results[0][0][1])
-
-
-class RunningStatistics(nn.Sequential):
-    def __init__(self):
-        torch.manual_seed(5)
-        super().__init__(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
-        self.double()
 
 
 class DataDependent(nn.Module):
@@ -263,9 +232,10 @@ class DataDependent(nn.Module):
 
 
 def test_running_statistics_are_updated_once_with_recomputation(regression):
-    models = [RunningStatistics() for _ in range(2)]
+    model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+    models = [model, copy.deepcopy(model)]
     for model, memory in zip(models, ["full", "step"], strict=True):
-        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory=memory, task_chunk=1)
+        maml = learner(mg.MAML, model, memory=memory, task_chunk=1)
         maml(regression).loss.backward()
     torch.testing.assert_close(models[0][1].running_mean, models[1][1].running_mean)
     assert models[1][1].num_batches_tracked == 4 * 3
@@ -275,7 +245,7 @@ def test_a_fallback_leaves_the_random_numbers_as_the_loop_draws_them(regression)
     def run(task_chunk):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Dropout(0.5), DataDependent())
-        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, task_chunk=task_chunk)
+        maml = learner(mg.MAML, model, task_chunk=task_chunk)
         return maml(regression).loss
 
     with pytest.warns(UserWarning, match="one by one"):
@@ -285,13 +255,13 @@ def test_a_fallback_leaves_the_random_numbers_as_the_loop_draws_them(regression)
 
 def test_an_error_of_the_model_is_not_taken_for_one_of_vmap(regression):
     model = nn.Sequential(nn.Linear(7, 3)).double()
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=1)
+    maml = learner(mg.MAML, model, steps=1)
     with pytest.raises(RuntimeError, match="shapes"):  # and no warning
         maml(regression)
 
 
 def test_phases_are_reported_to_an_open_tracker(regression):
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3)
+    maml = learner(mg.MAML, mlp(), steps=3)
     with mg.MemoryTracker(device="cpu") as mem, mem.outer(0):
         maml(regression).loss.backward()
     assert [r.path[-1] for r in mem.records()] == [
@@ -304,25 +274,18 @@ def test_phases_are_reported_to_an_open_tracker(regression):
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])
-def test_a_module_that_occurs_twice_in_a_model(textbook, regression, task_chunk):
-    """``torch.func.functional_call`` does not restore such a model."""
-    written_out = Twice()
-    model = nn.Sequential(written_out.enter, written_out.again, nn.Tanh(), written_out.again)
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk)
-    expected = textbook(written_out, F.mse_loss, regression, lr=0.1, steps=3).mean()
-    assert_same(meta_gradient(maml(regression).loss, model), meta_gradient(expected, written_out))
+def test_a_module_that_occurs_twice_in_a_model(regression, task_chunk):
+    """``torch.func.functional_call`` does not restore such a model. It does the same one with tied weights."""
+    written_out = tied()
+    written_out[3].bias = written_out[1].bias
+    model = nn.Sequential(*written_out[:3], written_out[1])
+    maml = learner(mg.MAML, model, steps=3, task_chunk=task_chunk)
+    losses = textbook(written_out, F.mse_loss, regression, lr=0.1, steps=3)
+    assert_same(meta_gradient(maml(regression).loss, model), meta_gradient(losses.mean(), written_out))
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
 
 
-def classification(highest=2, lowest=0):
-    x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0)).double()
-    y = torch.tensor([[lowest, 1, 2, highest]] * 2)
-    return Batch(Examples(x, y), Examples(x, y))
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_ignored_labels_pass(task_chunk, textbook):
-    model, batch = mlp(), classification(-100)
-    maml = mg.MAML(model, F.cross_entropy, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
-    expected = textbook(model, F.cross_entropy, batch, lr=0.1, steps=1)
-    torch.testing.assert_close(maml(batch).query_losses, expected)
+def test_maml_is_an_algorithm_of_few_arguments_and_a_model_is_none():
+    assert isinstance(learner(mg.MAML, mlp()), mg.meta.Algorithm)
+    assert not isinstance(mlp(), mg.meta.Algorithm)
+    assert len(inspect.signature(mg.MAML).parameters) <= 10

@@ -14,6 +14,7 @@ import metagrad as mg
 from metagrad.core.budget import BudgetError
 from metagrad.optim.rules import adam, chain, clip_by_norm, mask, sgd
 from tests.marks import slow
+from tests.meta.textbook import assert_learns_as, gradients, learner, textbook
 
 
 def mlp():
@@ -26,21 +27,12 @@ def mlp():
     [(1, "full", None), (1, "step", 1), (3, "step", None), (3, "sqrt", 1), (3, "1MiB", None), (5, "full", 1),
      (9, "sqrt", None)],
 )  # fmt: skip
-def test_truncated_steps_are_first_order_steps_before_the_last(
-    textbook, regression, truncate, memory, task_chunk
-):
+def test_truncated_steps_are_first_order_steps_before_the_last(regression, truncate, memory, task_chunk):
     model = mlp()
-    rule = sgd(lr=0.1)
-    maml = mg.MAML(
-        model, F.mse_loss, inner=rule, steps=5, truncate=truncate, memory=memory, task_chunk=task_chunk
-    )
+    maml = learner(mg.MAML, model, steps=5, truncate=truncate, memory=memory, task_chunk=task_chunk)
     out = maml(regression)
-    expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=5, truncate=truncate)
-    torch.testing.assert_close(out.query_losses, expected, rtol=1e-12, atol=0)
-    params = dict(model.named_parameters())
-    torch.testing.assert_close(
-        mg.grad(out.loss, params), mg.grad(expected.mean(), params), rtol=1e-10, atol=1e-14
-    )
+    losses = textbook(model, F.mse_loss, regression, lr=0.1, steps=5, truncate=truncate)
+    assert_learns_as(out, losses, model.parameters())
     assert out.support_losses.shape == (4, 5)
 
 
@@ -81,17 +73,11 @@ def test_a_parameter_that_a_rule_returns_unchanged_is_still_a_variable(
     regression, name, memory, task_chunk, order
 ):
     model = mlp()
-    params = dict(model.named_parameters())
-    found, expected = (
-        mg.grad(
-            mg.MAML(
-                model, F.mse_loss, inner=rule, steps=3, order=order, memory=memory, task_chunk=task_chunk
-            )(regression).loss,
-            params,
-        )
-        for rule in UNMOVED[name]
+    options = {"steps": 3, "order": order, "memory": memory, "task_chunk": task_chunk}
+    losses = [learner(mg.MAML, model, inner=rule, **options)(regression).loss for rule in UNMOVED[name]]
+    torch.testing.assert_close(
+        *(gradients(loss, model.parameters()) for loss in losses), rtol=1e-10, atol=1e-14
     )
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
 def between(norms):
@@ -109,7 +95,7 @@ def test_each_task_stops_as_if_it_had_fewer_steps(regression, rule, task_chunk):
     model = mlp()
     norms = []
     for steps in range(7):  # the norm of the gradient before step t, by task
-        fast = mg.MAML(model, F.mse_loss, inner=rule, steps=steps).adapt(regression.support)
+        fast = learner(mg.MAML, model, inner=rule, steps=steps).adapt(regression.support)
         losses = torch.stack(
             [
                 F.mse_loss(functional_call(model, {k: p[i] for k, p in fast.params.items()}, (x,)), y)
@@ -122,19 +108,15 @@ def test_each_task_stops_as_if_it_had_fewer_steps(regression, rule, task_chunk):
     stopped = torch.stack([n <= tolerance for n in norms[:6]] + [torch.ones(4, dtype=torch.bool)])
     expected_steps = stopped.int().argmax(0)
     assert len(expected_steps.unique()) > 1
-    out = mg.MAML(
-        model, F.mse_loss, inner=rule, steps=6, tolerance=tolerance, task_chunk=task_chunk, memory="step"
+    out = learner(
+        mg.MAML, model, inner=rule, steps=6, tolerance=tolerance, task_chunk=task_chunk, memory="step"
     )(regression)
     assert out.steps.tolist() == expected_steps.tolist()
-    params = dict(model.named_parameters())
     shorter = [
-        mg.MAML(model, F.mse_loss, inner=rule, steps=int(n))(regression).query_losses[i]
+        learner(mg.MAML, model, inner=rule, steps=int(n))(regression).query_losses[i]
         for i, n in enumerate(expected_steps)
     ]
-    torch.testing.assert_close(out.query_losses, torch.stack(shorter), rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        mg.grad(out.loss, params), mg.grad(torch.stack(shorter).mean(), params), rtol=1e-10, atol=1e-14
-    )
+    assert_learns_as(out, torch.stack(shorter), model.parameters())
 
 
 def test_norms_of_float16_are_compared_with_the_tolerance():
@@ -143,13 +125,13 @@ def test_norms_of_float16_are_compared_with_the_tolerance():
         model = torch.nn.Linear(4000, 1, bias=False).to(dtype)
         torch.nn.init.zeros_(model.weight)
         x, y = torch.full((2, 4, 4000), 1e-2, dtype=dtype), torch.full((2, 4, 1), 1e-2, dtype=dtype)
-        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, tolerance=1e-3)
+        maml = learner(mg.MAML, model, steps=3, tolerance=1e-3)
         steps.append(maml(((x, y), (x, y))).steps)
     assert torch.equal(*steps)
 
 
 def test_without_a_tolerance_all_steps_are_used(regression):
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3)
+    maml = learner(mg.MAML, mlp(), steps=3)
     assert maml(regression).steps.tolist() == [3] * 4
     assert maml.adapt(regression.support, steps=0).steps.tolist() == [0] * 4
 
@@ -157,14 +139,14 @@ def test_without_a_tolerance_all_steps_are_used(regression):
 @pytest.mark.parametrize(("budget", "share"), [(5000, 1250), (2, 1)])
 def test_a_budget_is_divided_among_tasks_that_run_one_by_one(regression, budget, share):
     with pytest.raises(BudgetError, match=f"memory={share}\\)"):
-        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=budget, task_chunk=1)(regression)
+        learner(mg.MAML, mlp(), steps=3, memory=budget, task_chunk=1)(regression)
 
 
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_a_meta_step_can_be_checkpointed(regression, memory):
     """The graph under vmap ends at leaves that the recording created."""
     model = mlp()
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=memory)
+    maml = learner(mg.MAML, model, steps=3, memory=memory)
     params = dict(model.named_parameters())
     loss = mg.checkpoint(lambda: maml(regression).loss)
     torch.testing.assert_close(
