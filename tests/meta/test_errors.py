@@ -14,6 +14,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad import hypergrad
+from tests.meta.textbook import Scaled
 
 rules = mg.optim.rules
 SGD = rules.sgd(lr=0.1)
@@ -67,15 +68,6 @@ def scripted():
 class Unreachable(nn.BatchNorm1d):
     def forward(self, x):
         return (x - self.running_mean) * self.weight + self.bias
-
-
-class LearnedLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, prediction, target):
-        return F.mse_loss(prediction, target) * self.scale
 
 
 def of(algorithm, model=None, loss=F.mse_loss, **options):
@@ -225,7 +217,7 @@ def test_arguments_of_other_algorithms():
             r"Reptile\(..., adapt\): all parameters are adapted": of(mg.Reptile, adapt="0.*"),
             r"Reptile\(..., truncate\)": of(mg.Reptile, truncate=None),
             "lr of inner would be learned, but the steps are not": of(mg.Reptile, inner=LEARNED),
-            "the loss would be learned": of(mg.Reptile, None, LearnedLoss()),
+            "the loss would be learned": of(mg.Reptile, None, Scaled()),
             "expected one of 'all', 'support', got 'query'": of(mg.Reptile, examples="query"),
             'norm="per_step" would be learned': of(mg.Reptile, with_norm(), norm="per_step"),
             "lr would be learned, and does not influence a minimum": of(mg.iMAML, inner=LEARNED),

@@ -14,6 +14,7 @@ from torch.func import functional_call
 import metagrad as mg
 from metagrad.tasks import Batch, Examples, FewShot
 from tests.marks import covering, fast
+from tests.meta.textbook import some_tasks
 
 TASKS, WAYS, FEATURES = 3, 3, 4
 LABELS = torch.tensor([[0, 1, 2, 0, 1, 2, 2], [2, 2, 2, 2, 1, 0, 0], [0, 0, 1, 1, 2, 0, 1]])  # unequal shots
@@ -57,12 +58,26 @@ def cosine_protonet(model, **arguments):
     return mg.ProtoNet(model, distance="cosine", scale=nn.Parameter(torch.tensor(3.0)), **arguments)
 
 
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()).double())
+
+    def forward(self, logits, y):
+        return F.cross_entropy(logits / self.temperature, y)
+
+
+def tempered_protonet(model, **arguments):
+    return mg.ProtoNet(model, Tempered(), **arguments)
+
+
 CASES = {
     "ProtoNet": Case(mg.ProtoNet, prototypes),
     "ProtoNet, cosine": Case(cosine_protonet, cosines),
     "R2D2": Case(mg.R2D2, ridge),
     "R2D2, more features than shots": Case(mg.R2D2, ridge, features=9),
 }
+LEARNED_LOSS = {"ProtoNet, learned loss": Case(tempered_protonet, prototypes)}
 every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -87,7 +102,7 @@ def textbook_losses(algorithm, textbook, batch):
     losses = []
     for x, y, query, target in zip(*batch.support, *batch.query, strict=True):
         logits = textbook(algorithm.model(x), y, algorithm.model(query), params)
-        losses.append(F.cross_entropy(logits, target))
+        losses.append(algorithm.loss_fn(logits, target))
     return torch.stack(losses)
 
 
@@ -102,13 +117,15 @@ def assert_close(one, other):
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"), covering(CASES, (None, 1, 2), fast=lambda name, chunk: chunk != 2 or name == "R2D2")
+    ("name", "chunk"),
+    covering(CASES | LEARNED_LOSS, (None, 1, 2), fast=lambda name, chunk: chunk != 2 or name == "R2D2"),
 )
 def test_losses_and_derivatives_are_those_of_the_textbook(name, chunk, batch):
-    algorithm = make(CASES[name], task_chunk=chunk)
+    case = (CASES | LEARNED_LOSS)[name]
+    algorithm = make(case, task_chunk=chunk)
     params = list(algorithm.parameters())
     out = algorithm(batch)
-    expected = textbook_losses(algorithm, CASES[name].textbook, batch)
+    expected = textbook_losses(algorithm, case.textbook, batch)
     assert_close(out.query_losses, expected)
     assert_close(out.loss, expected.mean())
     for found, wanted in zip(
@@ -193,7 +210,7 @@ def test_a_task_that_is_not_finite_is_told_or_left_out(case, batch):
     algorithm.nonfinite = "skip"
     out = algorithm(batch)
     assert out.skipped.tolist() == [False, True, False]
-    rest = algorithm(Batch(*(Examples(part.x[::2], part.y[::2]) for part in batch)))
+    rest = algorithm(some_tasks(batch, [0, 2]))
     params = list(algorithm.parameters())
     assert_close(torch.autograd.grad(out.loss, params), torch.autograd.grad(rest.loss, params))
 
@@ -274,7 +291,7 @@ def test_padding_that_would_count_in_batch_statistics_is_refused(batch):
     labels = LABELS.clone()
     labels[0, -1] = -100
     with pytest.raises(ValueError, match=r"^R2D2\(batch\): some labels are ignored .* batch statistics"):
-        make(CASES["R2D2"])(changed(batch, y=labels))
+        make(CASES["R2D2"])(batch._replace(support=batch.support._replace(y=labels)))
 
 
 @pytest.mark.parametrize("chunk", [None, 1])
@@ -316,24 +333,3 @@ def test_statistics_by_a_policy(policy, chunk, batch):
     if policy == "running":
         expected = losses(lambda x, support: (norm.running_mean, norm.running_var))
     assert_close(algorithm(batch).query_losses, expected)
-
-
-class Tempered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.ones(()).double())
-
-    def forward(self, logits, y):
-        return F.cross_entropy(logits / self.temperature, y)
-
-
-def test_a_loss_that_is_learned(batch):
-    algorithm = mg.ProtoNet(embedding(), Tempered())
-    out = algorithm(batch)
-    assert_close(out.query_losses, textbook_losses(algorithm, prototypes, batch))
-    out.loss.backward()
-    assert algorithm.loss_fn.temperature.grad is not None
-
-
-def changed(batch, part="support", **fields):
-    return batch._replace(**{part: getattr(batch, part)._replace(**fields)})

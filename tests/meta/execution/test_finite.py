@@ -10,22 +10,10 @@ from torch import nn
 import metagrad as mg
 from metagrad.optim.rules import adam, sgd
 from metagrad.tasks import Batch, Examples
+from tests.meta.textbook import gradients, learner, net, some_tasks
 
 POLICIES: list[Any] = ["raise", "skip"]
 TASKS = 4
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-
-def part(batch, index):
-    return Batch(*(Examples(e.x[index], e.y[index]) for e in batch))
-
-
-def gradients(maml, loss):
-    return torch.autograd.grad(loss, list(maml.parameters()))
 
 
 class Slope(nn.Module):
@@ -57,9 +45,9 @@ def slopes(*, zero_task):
 @pytest.mark.parametrize("where", ["support", "query"])
 def test_skipping_a_task_is_learning_from_the_others(regression, options, where):
     rule = adam(lr=nn.Parameter(torch.tensor(0.1, dtype=torch.float64)))
-    maml = mg.MAML(mlp(), F.mse_loss, inner=rule, steps=2, nonfinite="skip", **options)
+    maml = learner(mg.MAML, net(), inner=rule, nonfinite="skip", **options)
     others = torch.tensor([0, 1, 3])
-    expected = maml(part(regression, others))
+    expected = maml(some_tasks(regression, others))
     getattr(regression, where).y[2, 0, 0] = float("nan")
     out = maml(regression)
     assert out.skipped.tolist() == [False, False, True, False]
@@ -69,12 +57,15 @@ def test_skipping_a_task_is_learning_from_the_others(regression, options, where)
     torch.testing.assert_close(out.query_outputs[others], expected.query_outputs, rtol=1e-12, atol=0)
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(
-        gradients(maml, out.loss), gradients(maml, expected.loss), rtol=1e-10, atol=1e-14
+        gradients(out.loss, maml.parameters()),
+        gradients(expected.loss, maml.parameters()),
+        rtol=1e-10,
+        atol=1e-14,
     )
 
 
 def test_skipping_leaves_finite_batches_alone(regression):
-    out = [mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite=p)(regression) for p in POLICIES]
+    out = [learner(mg.MAML, net(), nonfinite=p)(regression) for p in POLICIES]
     assert not out[1].skipped.any()
     assert torch.equal(out[0].loss, out[1].loss)
 
@@ -84,18 +75,18 @@ def test_a_task_that_is_not_finite_is_named_and_so_is_a_batch_of_which_nothing_i
     regression, task_chunk
 ):
     regression.support.y[2, 0, 0] = float("nan")
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk)
+    maml = mg.MAML(net(), F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk)
     for call in (lambda: maml(regression), lambda: maml.adapt(regression.support)):
         with pytest.raises(FloatingPointError, match=r"loss of task 2 is nan at inner step 0.*1 of 4 tasks"):
             call()
     regression.support.y[:] = float("inf")
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite="skip")
+    maml = learner(mg.MAML, net(), nonfinite="skip")
     with pytest.raises(FloatingPointError, match=r"task 0 is inf at inner step 0.*4 of 4 tasks"):
         maml(regression)
 
 
 def test_adapting_skips_too(regression):
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite="skip")
+    maml = learner(mg.MAML, net(), nonfinite="skip")
     expected = maml.adapt(regression.support)
     regression.support.y[1] = float("nan")
     adapted = maml.adapt(regression.support)
@@ -103,7 +94,7 @@ def test_adapting_skips_too(regression):
     keep = ~adapted.skipped
     prediction = adapted(regression.query.x)[keep]
     torch.testing.assert_close(prediction, expected(regression.query.x)[keep], rtol=1e-12, atol=0)
-    assert all(g.isfinite().all() for g in gradients(maml, prediction.square().sum()))
+    assert all(g.isfinite().all() for g in gradients(prediction.square().sum(), maml.parameters()))
 
 
 def test_tables_are_skipped_with_their_task():
@@ -119,19 +110,18 @@ def test_tables_are_skipped_with_their_task():
     torch.testing.assert_close(adapted(x)[1:], expected, rtol=1e-12, atol=0)
 
 
-def test_running_statistics_know_nothing_of_a_skipped_batch(regression):
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+@pytest.mark.parametrize(("norm", "task_chunk"), [(None, 1), ("running", 1), ("running", None)])
+def test_running_statistics_know_nothing_of_a_skipped_task(regression, norm, task_chunk):
+    def buffers(batch):
+        model = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+        learner(mg.MAML, model, norm=norm, nonfinite="skip", task_chunk=task_chunk)(batch)
+        return dict(model.named_buffers())
 
-    def maml():
-        return mg.MAML(model(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite="skip", task_chunk=1)
-
-    expected, found = maml(), maml()
-    expected(part(regression, torch.tensor([0, 1, 3])))
+    torch.manual_seed(0)
+    expected = buffers(some_tasks(regression, [0, 1, 3]))
     regression.support.x[2] = float("nan")
-    found(regression)
-    torch.testing.assert_close(dict(found.model.named_buffers()), dict(expected.model.named_buffers()))
+    torch.manual_seed(0)
+    torch.testing.assert_close(buffers(regression), expected)
 
 
 @pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
@@ -149,7 +139,7 @@ def test_a_task_whose_meta_gradient_is_not_finite_is_dropped(create_graph):
     lr = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
     maml = mg.MAML(Slope(), steep, inner=sgd(lr=lr), steps=3, nonfinite="skip")
     batch = slopes(zero_task=1)
-    expected = maml(part(batch, torch.tensor([0, 2, 3]))).query_losses.sum() / TASKS
+    expected = maml(some_tasks(batch, torch.tensor([0, 2, 3]))).query_losses.sum() / TASKS
     out = maml(batch)
     assert not out.skipped.any()
     grads, wanted = (
@@ -159,14 +149,14 @@ def test_a_task_whose_meta_gradient_is_not_finite_is_dropped(create_graph):
     assert out.skipped.tolist() == [False, True, False, False]
     torch.testing.assert_close(grads, wanted, rtol=1e-12, atol=0)
     if create_graph:
-        seconds = [gradients(maml, sum(g**3 for g in gs)) for gs in (grads, wanted)]
+        seconds = [gradients(sum(g**3 for g in gs), maml.parameters()) for gs in (grads, wanted)]
         torch.testing.assert_close(*seconds, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("nonfinite", POLICIES)
 def test_an_overflow_of_a_scaled_loss_is_left_to_the_scaler(regression, nonfinite):
     batch = Batch(*(Examples(e.x.float(), e.y.float()) for e in regression))
-    maml = mg.MAML(mlp().float(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite=nonfinite)
+    maml = mg.MAML(net().float(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite=nonfinite)
     optimizer = torch.optim.SGD(maml.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     before = [p.detach().clone() for p in maml.parameters()]
@@ -180,8 +170,8 @@ def test_an_overflow_of_a_scaled_loss_is_left_to_the_scaler(regression, nonfinit
 
 
 def test_cotangents_that_are_not_finite_are_not_the_tasks_doing(regression):
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=2)
-    grads = gradients(maml, maml(regression).loss * float("nan"))
+    maml = learner(mg.MAML, net())
+    grads = gradients(maml(regression).loss * float("nan"), maml.parameters())
     assert all(g.isnan().any() for g in grads)
 
 

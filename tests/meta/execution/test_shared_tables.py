@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,6 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.sparse.tables.row_sparse import RowSparse
-from metagrad.tasks import Batch, Examples
 from tests.marks import covering
 from tests.meta.execution.test_sparse_maml import (
     BOTH,
@@ -50,41 +51,14 @@ def test_one_table_is_shared_and_the_other_adapts():
     torch.testing.assert_close(fast(batch.query.x), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_gradient_of_the_gradient_is_that_of_whole_tables():
+@pytest.mark.parametrize(
+    ("case", "memory"),
+    [("two tables", "full"), *itertools.product(["padding", "padding, dense"], ["step", "sqrt"])],
+)
+def test_a_gradient_of_the_gradient_is_that_of_whole_tables(case, memory):
+    """Lookups of shared tables are repeated when a step is computed again."""
     batch, results = draw(), []
-    for maml in both("two tables", adapt="body"):
-        grads = gradients(maml(batch).loss, maml, create_graph=True)
-        norm = sum((dense(g) ** 3).sum() for g in grads.values())
-        results.append(gradients(norm, maml))
-    for name, expected in results[1].items():
-        torch.testing.assert_close(dense(results[0][name]), expected, rtol=1e-9, atol=1e-12)
-
-
-class Looked(nn.Module):
-    """A model with its own forward, so that a recomputed step looks rows up again."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 2)
-        self.double()
-
-    def forward(self, ids):
-        return self.head(self.table(ids).mean(1).tanh())
-
-
-@pytest.mark.parametrize("memory", ["step", "sqrt"])
-@pytest.mark.parametrize("sparse", [[], ["table.weight"]])
-def test_shared_lookups_repeat_when_they_are_computed_again(sparse, memory):
-    """Gradients and second derivatives of recomputed lookups are correct, also for rows and with padding."""
-    torch.manual_seed(0)
-    batch = Batch(*(Examples(torch.randint(0, 5, (2, 3, 4)), torch.randn(2, 3, 2)) for _ in range(2))).to(
-        dtype=torch.float64
-    )
-    model = Looked()
-    results = []
-    for kept in ("full", memory):
-        options = {"steps": 2, "adapt": "head", "sparse": sparse, "memory": kept}
-        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), **options)
+    for maml in both(case, adapt="body", memory=memory):
         first = gradients(maml(batch).loss, maml, create_graph=True)
         norm = sum((dense(g) ** 3).sum() for g in first.values())
         results.append([dense(g) for g in (*first.values(), *gradients(norm, maml).values())])
@@ -115,21 +89,17 @@ def test_nothing_is_as_large_as_the_table(learner):
 def test_a_lookup_in_the_forward_of_a_model_has_row_sparse_gradients_that_are_summed_over_stacked_tasks(
     order,
 ):
-    class Lookup(nn.Module):
-        def __init__(self, look_up):
-            super().__init__()
-            self.look_up, self.table = look_up, nn.Parameter(torch.linspace(-1, 1, 60).double().view(20, 3))
-            self.readout = nn.Linear(3, 1).double()
-
+    class Lookup(nn.Embedding):
         def forward(self, ids):
-            return self.readout(torch.tanh(self.look_up(ids, self.table))).squeeze(-1)
+            return mg.sparse.embedding(ids, self.weight)
 
     torch.manual_seed(0)
-    model = Lookup(mg.sparse.embedding)
-    reference = Lookup(F.embedding)
+    model, reference = (
+        nn.Sequential(kind(20, 3), nn.Tanh(), nn.Linear(3, 1)).double() for kind in (Lookup, nn.Embedding)
+    )
     reference.load_state_dict(model.state_dict())
-    tasks = (torch.randint(20, (3, 5)), torch.randn(3, 5).double())
+    tasks = (torch.randint(20, (3, 5)), torch.randn(3, 5, 1).double())
     for learned in (model, reference):
         mg.MAML(learned, F.mse_loss, inner=sgd(lr=0.1), steps=2, order=order)((tasks, tasks)).loss.backward()
-    torch.testing.assert_close(dense(model.table.grad), reference.table.grad)
-    assert isinstance(model.table.grad, RowSparse)
+    torch.testing.assert_close(dense(model[0].weight.grad), reference[0].weight.grad)
+    assert isinstance(model[0].weight.grad, RowSparse)

@@ -13,6 +13,7 @@ import metagrad as mg
 from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
 from tests.marks import slow
+from tests.meta.textbook import learner
 from tests.sparse.guards import no_large_outputs
 
 sgd = mg.optim.rules.sgd
@@ -64,6 +65,7 @@ MODELS = {
     "two tables": (Ratings, BOTH),
     "one of two": (Ratings, ["nested.item.weight"]),
     "padding": (lambda: Ratings(padding_idx=7), BOTH),
+    "padding, dense": (lambda: Ratings(padding_idx=7), ()),
     "sparse flag": (lambda: Ratings(sparse=True), BOTH),
     "known layers": (plain, ["0.weight"]),
     "bag": (BagModel, ["item.weight"]),
@@ -161,18 +163,10 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("order", "task_chunk"), [(2, None), (1, 1)])
 def test_rules(rule, order, task_chunk):
-    case = "known layers"
-    make, sparse = MODELS[case]
+    make, sparse = MODELS["known layers"]
+    options = {"steps": 3, "order": order, "task_chunk": task_chunk}
     maml, reference = (
-        mg.MAML(
-            make().double(),
-            F.mse_loss,
-            inner=RULES[rule](),
-            steps=3,
-            order=order,
-            task_chunk=task_chunk,
-            sparse=names,
-        )
+        learner(mg.MAML, make().double(), inner=RULES[rule](), sparse=names, **options)
         for names in (sparse, ())
     )
     assert_equal_to_dense(maml, reference, draw())
@@ -313,54 +307,3 @@ class Tied(nn.Module):
 
     def forward(self, ids):
         return self.out(self.first(ids[..., 0]) * self.second(ids[..., 1]))
-
-
-class TiedOutput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb, self.out = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
-        self.out.weight = self.emb.weight
-
-    def forward(self, ids):
-        return self.out(self.emb(ids).mean(-2))
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_a_tied_output_layer_is_refused(task_chunk):
-    maml = mg.MAML(
-        TiedOutput(),
-        F.cross_entropy,
-        inner=sgd(lr=0.1),
-        steps=1,
-        task_chunk=task_chunk,
-        sparse=["emb.weight"],
-    )
-    ids = torch.randint(V, (TASKS, 3, 2))
-    batch = Batch(Examples(ids, ids[..., 0]), Examples(ids, ids[..., 0]))
-    with pytest.raises(
-        ValueError, match=r"sparse=\['emb.weight'\]: the model uses the table as a whole, by aten"
-    ):
-        maml(batch)
-
-
-class Moving(nn.Module):
-    """A model whose second lookup depends on an adapted parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(V, 1, _weight=torch.zeros(V, 1))
-
-    def forward(self, ids):
-        first = self.emb(ids).squeeze(-1)
-        return first + self.emb(ids + (first.abs() > 1e-3).long()).squeeze(-1)
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_ids_that_depend_on_adapted_parameters_raise(task_chunk):
-    maml = mg.MAML(
-        Moving(), F.mse_loss, inner=sgd(lr=0.5), steps=2, task_chunk=task_chunk, sparse=["emb.weight"]
-    )
-    ids = torch.tensor([[1, 10], [5, 20]])
-    batch = Batch(Examples(ids, torch.ones(2, 2)), Examples(ids, torch.ones(2, 2)))
-    with pytest.raises(ValueError, match=r"sparse=\['emb.weight'\]: the model looks up rows that it did not"):
-        maml(batch)

@@ -15,17 +15,10 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.optim import rules
+from tests.marks import slow
+from tests.meta.textbook import Scaled, assert_close, gradients, net
 
 TRACED = {"backend": "aot_eager"}
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def perceptron():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
 class Normed(nn.Sequential):
@@ -36,17 +29,6 @@ class Normed(nn.Sequential):
         norm = nn.BatchNorm1d(4, track_running_stats=False)
         super().__init__(nn.Linear(2, 4), norm, nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3))
         self.double()
-
-
-class Scaled(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-    def forward(self, prediction, target):
-        return F.mse_loss(prediction * self.scale, target)
 
 
 def learned_rate():
@@ -80,15 +62,12 @@ CASES = {
 
 def pair(case, options=TRACED):
     """A compiled MAML and an eager one."""
-    given = {"inner": lambda: rules.sgd(lr=0.1), "model": perceptron, "loss_fn": lambda: F.mse_loss, **case}
-    made = []
-    for compile in (options, False):
-        parts = {name: given[name]() for name in ("inner", "model", "loss_fn")}
-        others = {name: value for name, value in given.items() if name not in parts}
-        made.append(
-            mg.MAML(parts["model"], parts["loss_fn"], inner=parts["inner"], compile=compile, **others)
-        )
-    return made
+    given = {"inner": lambda: rules.sgd(lr=0.1), "model": net, "loss_fn": lambda: F.mse_loss, **case}
+    calls = {name: given.pop(name) for name in ("inner", "model", "loss_fn")}
+    return [
+        mg.MAML(calls["model"](), calls["loss_fn"](), inner=calls["inner"](), compile=compile, **given)
+        for compile in (options, False)
+    ]
 
 
 def results_of(maml, batch, objective=lambda out: out.loss, *, second=False):
@@ -124,9 +103,7 @@ def test_compiled_is_eager(regression, name):
 @pytest.mark.slow
 def test_weighted_query_losses_of_steps_are_eager(regression):
     compiled, eager = (
-        mg.MAMLPlusPlus(
-            perceptron(), F.mse_loss, steps=3, norm=None, query_weights=[0.2, 0.3, 0.5], compile=compile
-        )
+        mg.MAMLPlusPlus(net(), F.mse_loss, steps=3, norm=None, query_weights=[0.2, 0.3, 0.5], compile=compile)
         for compile in (TRACED, False)
     )
     assert_same(compiled, eager, regression)
@@ -141,17 +118,9 @@ def test_inductor_is_eager(regression, name):
 @pytest.mark.slow
 def test_a_learned_tensor_that_the_loss_closes_over_has_its_gradient(regression):
     scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
-    grads = []
-    for compile in (TRACED, False):
-        maml = mg.MAML(
-            perceptron(),
-            lambda p, y: F.mse_loss(p * scale, y),
-            inner=rules.sgd(lr=0.1),
-            steps=2,
-            compile=compile,
-        )
-        grads.append(torch.autograd.grad(maml(regression).loss, [scale, *maml.parameters()]))
-    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
+    pair_of = pair({"steps": 2, "loss_fn": lambda: lambda p, y: F.mse_loss(p * scale, y)})
+    losses = [(maml, maml(regression).loss) for maml in pair_of]
+    assert_close(*(gradients(loss, [scale, *maml.parameters()]) for maml, loss in losses))
 
 
 def test_changes_between_calls_are_seen(regression):

@@ -64,13 +64,13 @@ def derivatives(case, memory, task_chunk, precision=contextlib.nullcontext):
     make_model, make_batch, make_rule, options = CASES[case]
     torch.manual_seed(0)
     model = make_model().double()
-    maml = mg.MAML(
-        model, F.mse_loss, inner=make_rule(), steps=5, memory=memory, task_chunk=task_chunk, **options
-    )
+    options = {"inner": make_rule(), "steps": 5, "memory": memory, "task_chunk": task_chunk, **options}
+    maml = mg.MAML(model, F.mse_loss, **options)
     params = list(maml.parameters())
     torch.manual_seed(1)
     with precision():
-        loss = maml(make_batch()).loss
+        losses = maml(make_batch()).query_losses
+    loss = (torch.tensor([1.0, -2.0, 1e3], dtype=torch.float64) * losses).sum()
     grads = torch.autograd.grad(loss, params, create_graph=True)
     assert all(g.requires_grad for g in grads)
     second = torch.autograd.grad(sum((g**3).sum() for g in grads), params)
@@ -114,18 +114,3 @@ def test_the_inner_loop_stays_in_float32_under_autocast_and_a_recomputed_step_ca
     exact = under_autocast(memory, enabled=False)[1]
     difference = max(float((low[k] - exact[k]).norm() / exact[k].norm()) for k in exact)
     assert 1e-4 < difference < 0.2
-
-
-def test_a_scaled_outer_loss_gives_the_step_of_the_unscaled():
-    results = []
-    for scaled in (False, True):
-        torch.manual_seed(0)
-        model = mlp().double()
-        maml = mg.MAML(model, F.mse_loss, inner=adam(lr=0.05), steps=3, memory="step")
-        outer = torch.optim.SGD(maml.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-        scaler.scale(maml(regression()).loss).backward()
-        scaler.step(outer)
-        scaler.update()
-        results.append([p.detach() for p in model.parameters()])
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)

@@ -13,8 +13,8 @@ from torch import nn
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
 from tests.marks import covering, slow
+from tests.meta.textbook import assert_close, assert_learns_as, gradients, learner, some_tasks
 
-sgd = mg.optim.rules.sgd
 STEPS, LR, EPS = 2, 0.1, 1e-5
 
 
@@ -116,17 +116,8 @@ def parameters(model):
     return list(model.parameters())
 
 
-def gradients(loss, of, **options):
-    return torch.autograd.grad(loss, of, materialize_grads=True, **options)
-
-
-def assert_close(got, expected):
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
-
-
 def maml_of(model, norm, **options):
-    options = {"inner": sgd(lr=LR), "steps": STEPS, **options}
-    return mg.MAML(model, F.mse_loss, norm=norm, **options)
+    return learner(mg.MAML, model, norm=norm, **options)
 
 
 def norm_of(model):
@@ -186,6 +177,7 @@ def test_meta_gradients_and_statistics_are_those_of_the_textbook(
         mean, var, count = maml.per_step_norms.buffers()
         assert_close((mean[0], var[0]), book.moved(*before[:2], number=0))
         assert count.tolist() == [1, 2]
+    assert_close(maml.adapt(regression.support)(regression.query.x), out.query_outputs)
 
 
 @pytest.mark.parametrize("memory", [slow("full"), "step"])
@@ -207,8 +199,8 @@ def test_third_derivatives_are_right_where_norms_are_written_out(regression, pol
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])
-@pytest.mark.parametrize("policy", ["running", "per_step"])
-def test_evaluation_uses_the_running_statistics(regression, policy, task_chunk):
+@pytest.mark.parametrize("policy", ["running", "per_step", "per_step_transductive"])
+def test_evaluation_uses_the_running_statistics_or_those_of_the_set_at_hand(regression, policy, task_chunk):
     model = Net()
     weights, _ = setup(policy, model)
     maml = maml_of(model, policy, task_chunk=task_chunk)
@@ -217,23 +209,11 @@ def test_evaluation_uses_the_running_statistics(regression, policy, task_chunk):
     maml.eval()
     kept = copy.deepcopy(maml.state_dict())
     source = model.norm if policy == "running" else maml.per_step_norms
-    running = [b.clone() for b in source.buffers()][:2]
-    book = Textbook(policy, parameters(model), running=running, weights=weights)
-    out, losses = maml(regression), book.losses(regression)
-    assert_close(out.query_losses, losses)
-    assert_close(gradients(out.loss, parameters(model)[:2]), gradients(losses.mean(), parameters(model)[:2]))
-    assert all(torch.equal(kept[name], value) for name, value in maml.state_dict().items())
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_norms_of_steps_by_the_set_at_hand_are_the_same_in_evaluation(regression, task_chunk):
-    model = Net()
-    weights, _ = setup("per_step_transductive", model)
-    maml = maml_of(model, "per_step_transductive", task_chunk=task_chunk).eval()
-    kept = copy.deepcopy(maml.state_dict())
-    expected = Textbook("per_step_transductive", parameters(model), weights=weights).losses(regression)
-    assert_close(maml(regression).query_losses, expected)
-    assert_close(maml.adapt(regression.support)(regression.query.x), maml(regression).query_outputs)
+    running = None if policy == "per_step_transductive" else [b.clone() for b in source.buffers()][:2]
+    losses = Textbook(policy, parameters(model), running=running, weights=weights).losses(regression)
+    out = maml(regression)
+    assert_learns_as(out, losses, parameters(model)[:2])
+    assert_close(maml.adapt(regression.support)(regression.query.x), out.query_outputs)
     assert all(torch.equal(kept[name], value) for name, value in maml.state_dict().items())
 
 
@@ -258,20 +238,11 @@ def test_query_losses_on_the_way_follow_the_policy(regression, policy):
     assert_close(gradients(out.loss, parameters(model)), gradients(expected.loss, parameters(one.model)))
 
 
-@pytest.mark.parametrize("task_chunk", [None, 1])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_adapted_model_predicts_as_the_meta_batch(regression, policy, task_chunk):
-    maml = maml_of(Net(), policy, task_chunk=task_chunk)
-    expected = maml(regression).query_outputs
-    assert_close(maml.adapt(regression.support)(regression.query.x), expected)
-
-
 def test_norms_of_users_follow(regression):
     results = []
     for kind, policy in ((OwnNorm, "running"), (OwnNorm, None)):
         model = Net(kind)
-        one = Batch(*(Examples(part.x[:1], part.y[:1]) for part in regression))
-        maml_of(model, policy)(one)
+        maml_of(model, policy)(some_tasks(regression, [0]))
         results.append([model.norm.running_mean, model.norm.running_var])
     assert_close(*results)
 
@@ -290,22 +261,6 @@ def test_tables_are_found_without_moving_statistics():
         found = [g.to_dense() if isinstance(g, mg.sparse.RowSparse) else g for g in found]
         support = maml_of(model, "support", sparse=sparse)
         results.append((found, list(model.buffers()), support.adapt(batch.support)(batch.query.x)))
-    assert_close(*results)
-
-
-def test_a_task_that_is_left_out_moves_nothing(regression):
-    class Bursting(nn.Module):
-        def forward(self, prediction, y):
-            return F.mse_loss(prediction, y) / (y[0, 0] != 7)
-
-    support = Examples(regression.support.x, regression.support.y.clone())
-    support.y[1, 0, 0] = 7.0
-    results = []
-    for keep in (slice(None), torch.tensor([0, 2, 3])):
-        model = Net()
-        maml = mg.MAML(model, Bursting(), inner=sgd(lr=LR), steps=STEPS, norm="running", nonfinite="skip")
-        maml(Batch(*(Examples(part.x[keep], part.y[keep]) for part in (support, regression.query))))
-        results.append(list(model.buffers()))
     assert_close(*results)
 
 
