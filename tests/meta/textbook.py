@@ -1,4 +1,4 @@
-"""The loop over tasks of tutorials, which is the oracle of all algorithms, and the models and batches they share."""
+"""The loop over tasks of tutorials, which is the oracle of all algorithms."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def textbook(
     """Return the loss of each task, by a plain loop as in tutorials.
 
     The parameters in ``names`` are adapted, or all parameters. They start from the values of ``start(model, x, y)``.
-    ``lr`` is a float, a tensor with one rate for each step, or a function of the number of a step, the name of a
-    parameter and its gradient, which returns what is subtracted. Steps before the last ``truncate`` are constants.
+    ``lr`` is a float, or a tensor with one rate for each step. As a function ``lr(t, name, gradient)``, it returns the
+    move of a parameter. Steps before the last ``truncate`` are constants.
     ``weights`` are the weights of the query losses after each step.
     """
 

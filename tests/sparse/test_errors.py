@@ -217,7 +217,7 @@ ERRORS = {ValueError: VALUE_ERRORS, TypeError: TYPE_ERRORS}
 
 
 def complaint(call, error, message):
-    """Return what is wrong with the error of a call, or None."""
+    """Return the problem with the error of a call, or None."""
     try:
         call()
     except Exception as found:

@@ -114,7 +114,7 @@ class Between(nn.Module):
 
 
 class Branches(nn.Module):
-    """A small branch beside one with many parameters."""
+    """A large branch and a small branch with a defect."""
 
     def __init__(self):
         super().__init__()
