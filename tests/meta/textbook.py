@@ -17,7 +17,7 @@ def textbook(
     """Return the loss of each task, by a plain loop as in tutorials.
 
     The parameters in ``names`` are adapted, or all parameters. They start from the values of ``start(model, x, y)``.
-    ``lr`` is a float, or a tensor with one rate for each step. As a function ``lr(t, name, gradient)``, it returns the
+    ``lr`` is a float, or a tensor with one rate for each step. A function ``lr(t, name, gradient)`` returns the
     move of a parameter. Steps before the last ``truncate`` are constants.
     ``weights`` are the weights of the query losses after each step.
     """
