@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 import torch
@@ -66,17 +65,6 @@ def test_derivatives_of_every_order_are_those_of_newtons_method_on_the_tape(solv
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
     with pytest.raises(RuntimeError, match=rf"order={order}\): .* Pass order={order + 1}"):
         derivatives(found.value, theta, order + 1)
-
-
-@pytest.mark.parametrize("order", [1, 3])
-def test_a_first_backward_pass_takes_one_solve(order, monkeypatch):
-    f, theta = unsymmetric()
-    found = root(f, torch.zeros(3, dtype=F64), order=order, **TIGHT)
-    solves = []
-    module = sys.modules["metagrad.hypergrad.root"]
-    monkeypatch.setattr(module, "gmres", lambda *args, **options: solves.append(1) or gmres(*args, **options))
-    torch.autograd.grad(found.value.sum(), theta)
-    assert len(solves) == 1
 
 
 def test_keplers_equation_in_rows_that_stop_one_by_one():
