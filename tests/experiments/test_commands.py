@@ -134,6 +134,8 @@ def test_a_printed_command_runs(folder, command):
         if "resume=" in command or "experiments.train" not in command:
             execute(f"python -m experiments.train {where}{TINY}", folder)
     execute(command, folder)
+    if "experiments.studies." in command and "preset=small" in command:
+        assert {file.suffix for file in folder.rglob("*.*") if file.stat().st_size} >= {".md", ".png"}
 
 
 def test_commands_are_found_in_blocks_and_in_sentences():

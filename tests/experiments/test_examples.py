@@ -49,25 +49,14 @@ def test_derivatives_agree_with_dense(name, arguments, expected, capsys):
     assert expected in out
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("sparse_convolution", "omniglot/omniglot_105_bits.npz"),
-    ],
-)
-def test_a_missing_file_is_named(name, file, monkeypatch, tmp_path):
+def test_a_missing_file_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
-    with pytest.raises(SystemExit, match=rf"{file} is missing.*set METAGRAD_DATA"):
-        importlib.import_module(f"experiments.examples.{name}").main([])
+    with pytest.raises(SystemExit, match=r"omniglot_105_bits.npz is missing.*set METAGRAD_DATA"):
+        importlib.import_module("experiments.examples.sparse_convolution").main([])
 
 
-def test_a_difference_stops_the_program():
-    with pytest.raises(
-        SystemExit, match=r"gradient: the relative difference must be at most 1e-09, got 5\.0e-01"
-    ):
-        compare("gradient", torch.tensor([1.0]), torch.tensor([2.0]), tolerance=1e-9)
-
-
-def test_a_nan_is_a_difference():
-    with pytest.raises(SystemExit, match="got nan"):
-        compare("gradient", torch.tensor([float("nan")]), torch.tensor([2.0]), tolerance=1e-9)
+@pytest.mark.parametrize(("value", "difference"), [(1.0, r"5\.0e-01"), (float("nan"), "nan")])
+def test_a_difference_stops_the_program(value, difference):
+    expected = f"gradient: the relative difference must be at most 1e-09, got {difference}"
+    with pytest.raises(SystemExit, match=expected):
+        compare("gradient", torch.tensor([value]), torch.tensor([2.0]), tolerance=1e-9)

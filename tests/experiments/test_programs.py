@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.marks import slow
 
 ERRORS = [
     (["seed=abc"], "seed: Value 'abc' of type 'str' could not be converted to Integer"),
-    slow(
-        ["model.sizes=[2,4,1]", "logger=none"],
-        "train: the model and the tasks do not fit: on inputs [10, 1] ",
-    ),
     slow(
         ["hydra.run.dir=/dev/null/run"],
         "/dev/null/run is a file or lies below a file; choose another hydra.run.dir",
@@ -39,7 +37,7 @@ def test_a_loss_that_is_not_finite_fails_and_is_logged(program, tmp_path):
     assert code != 0
     assert "Iteration 0: MAML: the loss of task" in err
     log = (tmp_path / "run" / "train.log").read_text()
-    assert "Iteration 0: MAML: the loss of task" in log
+    assert re.search(r"Iteration 0: MAML: the loss of task \d+ is .* at inner step \d", log)
     assert "Traceback" in log
     assert "Traceback" not in err
     assert (tmp_path / "run" / "failure.txt").read_text().startswith("Iteration 0: MAML: the loss of task")

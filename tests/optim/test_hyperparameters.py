@@ -51,7 +51,6 @@ def test_values_per_element_apply_to_every_stacked_task():
 @pytest.mark.parametrize(
     ("make", "keywords", "error", "message"),
     [
-        (sgd, {"lr": -0.1}, ValueError, r"sgd\(...\): lr must be at least 0, got -0.1"),
         (sgd, {"lr": "0.1"}, TypeError, "lr must be a number, a tensor.*got str"),
         (sgd, {"lr": torch.ones(2, 2)}, ValueError, r"scalar, or 1-d.*got shape \(2, 2\)"),
         (sgd, {"lr": {"w": "x"}}, TypeError, r"lr\['w'\]: expected int or float or Tensor, got str"),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from functools import partial
 
 import pytest
@@ -152,27 +151,6 @@ def test_the_table_says_what_was_measured():
         "19.8,",
         "4.0",
     ]
-
-
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    def main(*arguments: str) -> dict:
-        monkeypatch.setattr(sys, "argv", ["bench", *arguments, "--out", str(tmp_path)])
-        program.main()
-        return json.loads((tmp_path / "bench.json").read_text())
-
-    return main
-
-
-@pytest.mark.slow
-def test_fresh_processes_end_to_end(run, capsys):
-    found = run("sinusoid", "--methods", OURS, "--rounds", "1", "--seconds", "0.01", "--threads", "1")
-    measured = found["workloads"]["sinusoid"]
-    assert list(measured) == [BASELINE, OURS]
-    assert measured[BASELINE]["ratios"]["faster"] == 1.0
-    assert measured[OURS]["error"] < runner.ROUNDING
-    assert measured[OURS]["rounds"][0]["peak"] > 0
-    assert capsys.readouterr().out.startswith("sinusoid: MLP 1-40-40-1")
 
 
 @pytest.mark.slow

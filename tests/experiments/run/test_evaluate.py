@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,26 +58,14 @@ def test_evaluation_without_grad_is_the_loss_that_training_sees(composed, moment
 def test_an_algorithm_with_a_policy_of_norms_is_evaluated_by_its_running_statistics():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-    maml = metagrad.MAML(
-        model,
-        torch.nn.functional.mse_loss,
-        inner=metagrad.optim.rules.sgd(lr=0.1),
-        steps=1,
-        norm="running",
-    )
+    rule, loss_fn = metagrad.optim.rules.sgd(lr=0.1), torch.nn.functional.mse_loss
+    maml = metagrad.MAML(model, loss_fn, inner=rule, steps=1, norm="running")
     tasks = metagrad.tasks.Sinusoid(shots=5, queries=5)
     maml(tasks.sample(3, generator=torch.Generator().manual_seed(0)))
     model[2].eval()
     before = [buffer.clone() for buffer in model.buffers()]
-    found = evaluate(
-        maml,
-        tasks,
-        num_tasks=4,
-        steps=1,
-        chunk=4,
-        generator=torch.Generator().manual_seed(1),
-        device=torch.device("cpu"),
-    )
+    settings = {"num_tasks": 4, "steps": 1, "chunk": 4, "generator": torch.Generator().manual_seed(1)}
+    found = judge(SimpleNamespace(algorithm=maml), tasks, **settings)
     assert all(map(torch.equal, model.buffers(), before))
     assert [maml.training, model[1].training, model[2].training] == [True, True, False]
     expected = maml.eval()(tasks.sample(4, generator=torch.Generator().manual_seed(1)))

@@ -69,6 +69,7 @@ PAIRS += [
 PAIRS += [("maml", f"{group}={name}") for group in ("schedule", "logger") for name in options(group)]
 FAST = [
     ("maml", "inner=adam"),
+    ("maml", "inner=muon"),
     ("anil", "optimizer=adam"),
     ("imaml", "inner=adamw"),
     ("maml", "optimizer=lbfgs"),

@@ -47,10 +47,14 @@ def test_families_of_curves(run, tmp_path, task):
     assert "shots=3, queries=10, noise=0.1" in result["protocol"]["tasks"]
 
 
-@pytest.mark.parametrize("x", ["{input: [age]}"])
-def test_tables(run, tmp_path, x):
+def test_tables(run, tmp_path):
     (tmp_path / "boys.csv").write_text(CSV)
-    keys = [f"task.table={tmp_path}/boys.csv", "task.task_column=boy", f"task.x={x}", "task.y=height"]
+    keys = [
+        f"task.table={tmp_path}/boys.csv",
+        "task.task_column=boy",
+        "task.x={input: [age]}",
+        "task.y=height",
+    ]
     folder = run(tmp_path / "run", "task=tabular", *keys, "model.sizes=[1,4,1]")
     assert result_of(folder)["protocol"]["tasks"] == (
         "Tabular tasks by 'boy', 4 support and 4 query rows, 4 tasks of the test split"

@@ -113,18 +113,6 @@ def test_attacks_stay_in_the_box_and_raise_the_loss(model, images, name):
     assert costs[-1] >= 6
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("defenses=[cure,dropout]", r"attack_images: defenses must be some of plain, gradient, .*'dropout'"),
-        ("defense.epsilon=0.3", r"attack_images: epsilons must .* defense.epsilon=0.3 among them"),
-    ],
-)
-def test_wrong_settings_are_errors(configured, override, message):
-    with pytest.raises(ValueError, match=message):
-        configured(study, override)
-
-
 @pytest.mark.slow
 def test_the_small_program_writes_its_page(configured, strokes, tmp_path):
     text = study.run(configured(study, "preset=small", "steps=20", "defenses=[plain,curvature]"), tmp_path)

@@ -51,18 +51,6 @@ def test_a_conv_net_has_an_output_for_each_class(configured):
     assert network(configured(study, "network=conv"), 0)(torch.zeros(2, 784)).shape == (2, 10)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data=cifar", "attribution: data must be one of mnist, omniglot, got 'cifar'"),
-        ("drops=[1.5]", "drops and wrong must be shares above 0 and below 1"),
-    ],
-)
-def test_wrong_settings_are_errors(configured, override, message):
-    with pytest.raises(ValueError, match=message):
-        configured(study, override)
-
-
 def test_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     load.cache_clear()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,11 +25,6 @@ from experiments.studies.clean import (
 from experiments.studies.study import Work
 
 CLASSES = 3
-FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
-
-needs_omniglot = pytest.mark.skipif(
-    not FILE.is_file(), reason="$METAGRAD_DATA/omniglot/omniglot_105_bits.npz is missing"
-)
 
 
 def clouds(number, generator):
@@ -142,24 +134,3 @@ def test_no_hessian_of_scaled_features_is_above_the_identity(is_white):
         torch.zeros(8, dtype=torch.float64)
     )
     assert torch.linalg.eigvalsh(H).max() == pytest.approx(1.0)  # two classes reach the bound
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("penalties=[]", r"clean: penalties is empty; give at least one"),
-        ("methods=[newton]", r"clean: methods has 'newton'; expected some of CG, "),
-    ],
-)
-def test_wrong_settings_are_errors(configured, override, message):
-    with pytest.raises(ValueError, match=message):
-        configured(study, override)
-
-
-@needs_omniglot
-@pytest.mark.slow
-def test_the_small_program_writes_its_page(configured, tmp_path):
-    text = study.run(configured(study, "preset=small", "methods=[CG,reweight]"), tmp_path)
-    assert "| only correct labels |" in text
-    assert "| learning to reweight |" in text
-    assert (tmp_path / "clean.png").stat().st_size > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -73,23 +72,3 @@ def test_a_measurement_has_traces_of_layers_and_eigenvalues_in_order(configured)
     read = density_of(json.loads(json.dumps(row_of(density))))
     assert torch.equal(read.nodes, density.nodes.double())
     assert smoothed(read).sigma >= read.sigma
-
-
-@pytest.mark.slow
-def test_the_program_writes_its_page(configured, tmp_path):
-    text = study.run(configured(study, *TINY), tmp_path)
-    assert [line.split("|")[3].strip() for line in text.splitlines()[4:]] == ["0", "2", "4"]
-    assert (tmp_path / "sinusoid.png").stat().st_size > 0
-    assert (tmp_path / "sinusoid_density.png").stat().st_size > 0
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("problems=[conv]", r"curvature: problems must be among sinusoid, omniglot, got conv"),
-        ("measure.probes=5", r"curvature: measure.probes must be at least 6, got 5"),
-    ],
-)
-def test_wrong_settings_are_errors(configured, override, message):
-    with pytest.raises(ValueError, match=message):
-        configured(study, override)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.studies.characters import Examples
-from experiments.studies.distill import IMAGES, Distillation, accuracy, coreset, study, train
-
-FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
-needs_omniglot = pytest.mark.skipif(not FILE.is_file(), reason=f"{FILE.name} is missing")
+from experiments.studies.distill import Distillation, accuracy, coreset, train
 
 
 def make():
@@ -35,9 +30,8 @@ def distillation(**options):
     return Distillation(make, start, **{"steps": 9, "lr": 0.1, "memory": "full", **options})
 
 
-@pytest.mark.parametrize("memory", ["sqrt"])
-def test_the_meta_gradient_is_that_of_a_naive_loop(memory):
-    task, batch = distillation(memory=memory), drawings(20)
+def test_the_meta_gradient_is_that_of_a_naive_loop():
+    task, batch = distillation(memory="sqrt"), drawings(20)
     params = task.fresh()
     found = task.meta_gradient(params, batch)
     images, log_lr = (task.hyper[name].clone().requires_grad_() for name in ("images", "log_lr"))
@@ -85,26 +79,3 @@ def test_a_network_that_diverged_is_never_right():
     model = nn.Linear(1, 2)
     nn.init.constant_(model.weight, torch.nan)
     assert accuracy(model, Examples(torch.ones(2, 1), torch.tensor([0, 1]))) == 0
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("+cost.vgg=[1]", r"distill: networks are mlp, convnet, got 'vgg'"),
-    ],
-)
-def test_wrong_settings_are_errors(configured, override, message):
-    with pytest.raises(ValueError, match=message):
-        configured(study, override)
-
-
-@needs_omniglot
-@pytest.mark.slow
-def test_the_program_makes_page_and_figure(configured, tmp_path):
-    text = study.run(configured(study, "preset=small", "steps=3", "epochs=1"), tmp_path)
-    assert "| learned through 20 steps | 100 |" in text
-    assert "| network, inner steps | full | step | sqrt | 32MiB |" in text
-    assert (tmp_path / "distill.png").stat().st_size > 0
-    x, y = torch.load(tmp_path / "learned_20" / "0" / IMAGES, weights_only=True)
-    assert x.shape == (100, 1, 28, 28)
-    assert y.bincount().tolist() == [10] * 10

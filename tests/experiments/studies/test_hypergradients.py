@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import sys
-
-import pytest
-import torch
-
 from experiments.studies import hypergradients as program
 from metagrad import hypergrad
 
@@ -28,23 +23,3 @@ def test_every_method_has_a_row():
         for name in hypergrad.__all__
         if hasattr(getattr(hypergrad, name), "estimate") and name != "HypergradientMethod"
     }
-
-
-@pytest.mark.slow
-def test_it_prints_a_table_and_draws_the_plot(monkeypatch, capsys, tmp_path):
-    path = tmp_path / "plot.png"
-    monkeypatch.setattr(
-        sys, "argv", ["hypergradients", "--size", "4", "--steps", "64", "--figure", str(path)]
-    )
-    program.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["method", "cost", "error", "cost", "error"]
-    assert len(lines) == 2 + len(program.methods(None, 0.1, d=4, longest=64))
-    assert path.stat().st_size > 10_000
-
-
-def test_the_minimum_is_one():
-    problem = program.ridge(d=5, n=10)
-    params = {name: p.requires_grad_() for name, p in problem.minimum(problem.log_penalty).items()}
-    (slope,) = torch.autograd.grad(problem.inner(params, {"log_penalty": problem.log_penalty}), params["w"])
-    assert slope.norm() < 1e-12

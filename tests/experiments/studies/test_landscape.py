@@ -122,18 +122,6 @@ def test_the_objectives_are_those_of_plain_torch(small, monkeypatch):
     torch.testing.assert_close(found, torch.autograd.grad(loss + 0.7 * trace, params), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("only=[sgd]", r"only must be among gd, .*, got sgd\."),
-        ("runs.adam.rho=0.1", r"runs.adam has a rho .* for method=gd, got adam\."),
-    ],
-)
-def test_wrong_settings_are_errors(configured, override, message):
-    with pytest.raises(ValueError, match=f"landscape: {message}"):
-        configured(study, override)
-
-
 @pytest.mark.slow
 def test_the_small_run_draws_its_table(configured, strokes, tmp_path):
     settings = ("preset=small", "count=2", "steps=4", "every=2", "hidden=[4]")

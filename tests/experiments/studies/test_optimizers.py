@@ -93,18 +93,6 @@ def test_every_optimizer_lowers_a_loss(name):
     assert problem.measure()["loss/train"] < before
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("workloads=[none]", r"optimizers: workloads must be of \[.*\], with trials and seconds, got 'none'"),
-        ("optimizers=[none]", r"optimizers: trials\.poisson has no \['none'\]"),
-    ],
-)
-def test_what_is_no_comparison_is_an_error(configured, override, message):
-    with pytest.raises(ValueError, match=message):
-        configured(study, override)
-
-
 def test_the_trials_of_an_optimizer_come_before_its_runs(configured):
     settings = replace(configured(study), optimizers=["adam"], workloads=["poisson"], seeds=[1, 2])
     listed = [(cell.name, cell.seed) for cell in cells(settings)]
@@ -136,13 +124,3 @@ def test_medians_are_at_equal_seconds_and_a_run_that_diverged_is_at_infinity():
     first, last = rows("poisson", runs)
     assert first[:4] == ["lbfgs", "lr=1", "0.02 (0.02 to inf)", "100"]
     assert last[:4] == ["adam", "lr=1", "2 (1 to 3)", "1"]
-
-
-@pytest.mark.slow
-def test_the_small_preset_makes_page_and_figure(configured, tmp_path):
-    small = configured(
-        study, "preset=small", "workloads=[poisson]", "optimizers=[lbfgs]", "seconds.poisson=0.05"
-    )
-    assert "| lbfgs | history_size=" in study.run(small, tmp_path)
-    assert (tmp_path / "optimizers.png").stat().st_size > 10_000
-    assert (tmp_path / "curves.json").exists()

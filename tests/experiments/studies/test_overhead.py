@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.studies.overhead import CHANGES, META, MODELS, PRODUCT, SECOND, flat, measured, study, ways
+from experiments.studies.overhead import CHANGES, META, MODELS, PRODUCT, SECOND, flat, measured, ways
 
 SIZES = {"mlp": (3, 8, 8), "convnet": (2, 4, 4), "transformer": (1, 8, 4), "table": (1, 4, 8)}
 
@@ -49,11 +49,3 @@ def test_dense_gradients_of_a_table_take_more_memory():
     sparse, dense = measured(task, found, rounds=1, seed=0)
     assert dense["peak"] > 10 * sparse["peak"]
     assert len(sparse["seconds"]) == 1
-
-
-@pytest.mark.slow
-def test_the_small_program_writes_its_page(configured, tmp_path):
-    text = study.run(configured(study, "preset=small", "rounds=1"), tmp_path)
-    assert "| Hessian-vector product | mlp | convnet | transformer | table |" in text
-    assert "| table | sqrt |" in text
-    assert (tmp_path / "overhead.png").stat().st_size > 0

@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, jvp
 
 from metagrad.optim import GaussNewton, least_squares
 from metagrad.optim.newton.dense import DenseSystem, Residuals, Term
+from tests.optim.torch_optim.cases import run
 
 F64 = torch.float64
 
@@ -26,21 +27,6 @@ def miss(params, x, y):
     return params["w"] @ x - y
 
 
-def stepped(opt, closure, steps=1):
-    for _ in range(steps):
-        opt.step(closure)
-
-
-def closure_of(opt, loss_fn):
-    def closure():
-        opt.zero_grad()
-        loss = loss_fn()
-        loss.backward()
-        return loss
-
-    return closure
-
-
 @pytest.mark.parametrize(
     ("n", "count", "rank"), [(3, 8, None), (5, 5, None), (9, 4, None), (9, 4, 2), (6, 8, 3)]
 )
@@ -50,10 +36,7 @@ def test_a_step_on_linear_residuals_solves_the_damped_normal_equations(n, count,
     w = torch.zeros(n, dtype=F64, requires_grad=True)
     opt = GaussNewton([("w", w)], damping=1e-2)
     whole = (lambda p: x @ p["w"] - y,)
-    stepped(
-        opt,
-        closure_of(opt, lambda: opt.residuals(*(whole if is_whole else (miss, x, y)), reduction="sum") / 2),
-    )
+    run(opt, lambda: opt.residuals(*(whole if is_whole else (miss, x, y)), reduction="sum") / 2, 1)
     expected = torch.linalg.solve(x.T @ x + 1e-2 * torch.eye(n, dtype=F64), x.T @ y)
     torch.testing.assert_close(w.detach(), expected, rtol=1e-9, atol=1e-11)
     assert opt.stats["products"] == 0
@@ -71,7 +54,7 @@ def test_penalties_belong_to_the_objective(decay, is_written):
         penalty = decay / 2 * w.square().sum() if is_written else 0.0
         return 3 * opt.residuals(miss, x, y, reduction="sum") / 2 + penalty
 
-    stepped(opt, closure_of(opt, loss), 60 if is_written else 12)
+    run(opt, loss, 60 if is_written else 12)
     gradient = 3 * x.T @ (x @ w.detach() - y) + decay * w.detach()
     assert float(gradient.abs().max()) < 1e-6
 
@@ -81,8 +64,7 @@ def test_groups_differ_in_their_learning_rates():
     params = {"w": torch.zeros(2, dtype=F64), "v": torch.ones(2, dtype=F64)}
     w, v = (p.requires_grad_() for p in params.values())
     opt = GaussNewton([{"params": [("w", w)]}, {"params": [("v", v)], "lr": 0.0}], damping=1e-10)
-    loss = closure_of(opt, lambda: opt.residuals(lambda p: x[:, :2] @ p["w"] + x[:, 2:] @ p["v"] - y))
-    stepped(opt, loss, 3)
+    run(opt, lambda: opt.residuals(lambda p: x[:, :2] @ p["w"] + x[:, 2:] @ p["v"] - y), 3)
     expected = torch.linalg.lstsq(x[:, :2], (y - x[:, 2:].sum(1))[:, None]).solution[:, 0]
     torch.testing.assert_close(w.detach(), expected, rtol=1e-7, atol=1e-9)
     assert bool((v == 1).all())
@@ -179,7 +161,7 @@ def oscillator(dtype):
 def test_a_differential_equation_is_solved():
     net, terms = oscillator(F64)
     opt = GaussNewton(net.named_parameters())
-    stepped(opt, closure_of(opt, lambda: sum(opt.residuals(*term) for term in terms)), 60)
+    run(opt, lambda: sum(opt.residuals(*term) for term in terms), 60)
     x = torch.linspace(0, 2, 7, dtype=F64)
     assert float((net(x[:, None])[:, 0] - x.cos()).detach().abs().max()) < 1e-6
 
@@ -191,9 +173,7 @@ def test_a_step_in_single_precision_is_that_in_double():
         net, terms = oscillator(dtype)
         before = [p.detach().clone() for p in net.parameters()]
         opt = GaussNewton(net.named_parameters(), damping=1.0)
-        stepped(
-            opt, closure_of(opt, lambda opt=opt, terms=terms: sum(opt.residuals(*term) for term in terms))
-        )
+        run(opt, lambda opt=opt, terms=terms: sum(opt.residuals(*term) for term in terms), 1)
         moved.append(
             torch.cat([(p - q).flatten().double() for p, q in zip(net.parameters(), before, strict=True)])
         )
@@ -217,7 +197,7 @@ def test_the_path_by_products_takes_the_same_step():
             rest = F.mse_loss(x[4:] @ w, y[4:])
             return (opt.residuals(miss, x[:4], y[:4]) + rest) / 2
 
-        stepped(opt, closure_of(opt, loss))
+        run(opt, loss, 1)
         assert (opt.stats["products"] == 0) == (solver == "auto" and not is_mixed)
         found.append(w.detach())
     torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-10)
@@ -235,7 +215,7 @@ def test_outside_of_a_step_the_loss_has_a_graph():
 def refused(options, loss_fn, names=True):
     w = torch.zeros(3, dtype=F64, requires_grad=True)
     opt = GaussNewton([("w", w)] if names else [w], **options)
-    opt.step(closure_of(opt, lambda: loss_fn(opt, w)))
+    run(opt, lambda: loss_fn(opt, w), 1)
 
 
 def test_what_has_no_dense_system_is_refused():

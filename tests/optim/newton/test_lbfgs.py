@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from metagrad.optim import LBFGS
 from metagrad.optim.newton.lbfgs import History
 from tests.optim.second_order.problems import rosenbrock
-from tests.optim.torch_optim.cases import closure_of, run
+from tests.optim.torch_optim.cases import classification, closure_of, network, run
 
 F64 = torch.float64
 
@@ -29,21 +28,17 @@ def of_one(loss, *start):
     return params, lambda: loss(params[0])
 
 
+def of_network():
+    model = network(F64)
+    return list(model.parameters()), classification(model, F64)
+
+
 def logistic():
     """Separable, so that the loss has no minimum."""
     generator = torch.Generator().manual_seed(0)
     x, truth = (torch.randn(*shape, generator=generator, dtype=F64) for shape in ((100, 8), (8,)))
     layer = torch.zeros(8, dtype=F64, requires_grad=True)
     return [layer], lambda: F.binary_cross_entropy_with_logits(x @ layer, (x @ truth > 0).double())
-
-
-def network():
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(64, 6, generator=generator, dtype=F64), torch.randint(3, (64,), generator=generator)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()
-    return list(model.parameters()), lambda: F.cross_entropy(model(x), y)
 
 
 PROBLEMS = {
@@ -54,7 +49,7 @@ PROBLEMS = {
         3,
     ),
     "logistic": (logistic, 2),
-    "network": (network, 1),
+    "network": (of_network, 1),
 }
 
 
@@ -108,7 +103,7 @@ def test_what_ends_a_step(options, iterations):
 def test_without_a_line_search_a_step_iterates_as_torchs_does():
     results = []
     for make in (LBFGS, torch.optim.LBFGS):
-        params, loss_of = network()
+        params, loss_of = of_network()
         opt = make(params, lr=0.3, max_iter=5, line_search_fn=None)
         for _ in range(3):
             opt.step(closure_of(opt, loss_of))

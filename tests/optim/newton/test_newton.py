@@ -133,22 +133,6 @@ def test_running_statistics_move_once_a_step(make, has_part):
 # Groups
 
 
-def coupled(ws):
-    """Return (a + b + c)^2 + 0.01 |(a, b, c)|^2, whose curvature is between the parameters."""
-    residuals = torch.cat([sum(ws), 0.1 * torch.cat(ws)])
-    return F.mse_loss(residuals, torch.zeros_like(residuals), reduction="sum")
-
-
-@every
-@pytest.mark.parametrize("num_groups", [1, 3])
-def test_groups_do_not_step_as_if_the_others_stood_still(make, num_groups):
-    ws = [torch.tensor([w], dtype=F64, requires_grad=True) for w in (1.0, -2.0, 3.5)]
-    opt = make(ws if num_groups == 1 else [{"params": [w]} for w in ws])
-    losses = run(opt, lambda: coupled(ws), 11)
-    assert losses[-1] < 1e-8 * losses[0]
-    assert all(b <= a for a, b in itertools.pairwise(losses))
-
-
 @every
 def test_groups_that_agree_are_one_group(make):
     results = []
@@ -317,27 +301,6 @@ def test_a_closure_that_stops_calling_backward_is_refused():
     with pytest.raises(RuntimeError, match=r"opt.step\(closure\): .*has called loss.backward\(\) at its"):
         opt.step(closure)
     assert w.tolist() == [1.0, 1.0]
-
-
-@every
-def test_a_loss_that_is_computed_outside_of_the_closure_is_refused(make):
-    for is_differentiated in (True, False):
-        model, opt = (model := network()), make(model.parameters())
-        with opt.recording():
-            loss = classification(model)()
-            loss.backward(retain_graph=True)
-
-        def closure(loss=loss, is_differentiated=is_differentiated):
-            if is_differentiated:
-                loss.backward()
-            return loss
-
-        with pytest.raises(
-            (RuntimeError, ValueError),
-            match=rf"{make.__name__}.*(anew at every call|no curvature|inside the closure)",
-        ):
-            opt.step(closure)
-        assert_equal(snapshot(model), snapshot(network()))
 
 
 def test_a_parameter_that_joins_begins_the_group_anew():

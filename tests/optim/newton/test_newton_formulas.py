@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.curvature import Result
+from metagrad.curvature import ParameterSpace, Result
 from metagrad.optim import GaussNewton, NewtonCG
 from metagrad.optim.newton.newton import BackwardPass, Curvature, conjugate_gradients
+from tests.curvature.maps import matrix as matrix_of
 from tests.optim.second_order.problems import (
     I3,
     START,
@@ -149,25 +150,18 @@ def seen(matrix, batches=1, **options):
 
 def dense(matrix):
     model, x, y = classified()
-    params = {key: p.detach() for key, p in model.named_parameters()}
-    flat, sizes = torch.cat([p.flatten() for p in params.values()]), [p.numel() for p in params.values()]
+    space = ParameterSpace(dict(model.named_parameters()))
+    point = space.flatten(dict(model.named_parameters())).detach()
 
     def output(vector):
-        own = dict(
-            zip(
-                params,
-                (v.view(p.shape) for v, p in zip(vector.split(sizes), params.values(), strict=True)),
-                strict=True,
-            )
-        )
-        return torch.func.functional_call(model, own, (x,)).flatten()
+        return torch.func.functional_call(model, space.unflatten(vector), (x,)).flatten()
 
     def loss(z):
         return F.cross_entropy(z.view(5, 2), y, reduction="sum")
 
     if matrix == "hessian":
-        return torch.func.hessian(lambda v: loss(output(v)))(flat)
-    J, z = torch.func.jacrev(output)(flat), output(flat)
+        return torch.func.hessian(lambda v: loss(output(v)))(point)
+    J, z = torch.func.jacrev(output)(point), output(point)
     return J.T @ torch.func.hessian(loss)(z) @ J  # also the Fisher matrix of a softmax
 
 
@@ -194,18 +188,8 @@ def test_float16_multiplies_vectors_of_size_one(scale):
 # Conjugate gradients
 
 
-def matrix_of(n=8, least=0.5, seed=0):
-    root = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=F64)
-    M = root @ root.T / n
-    return M - torch.linalg.eigvalsh(M)[0] * torch.eye(n, dtype=F64) + least * torch.eye(n, dtype=F64)
-
-
-def right(n=8, seed=1):
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-
 def test_conjugate_gradients_solve():
-    M, b = matrix_of(), right()
+    M, b = matrix_of("flat", 8), torch.linspace(-1, 2, 8, dtype=F64)
     found = conjugate_gradients(lambda v: M @ v, b, rtol=1e-12)
     expected = torch.linalg.solve(M, b)
     torch.testing.assert_close(found.x, expected, rtol=1e-9, atol=1e-11)

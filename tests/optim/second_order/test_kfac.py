@@ -68,22 +68,6 @@ def by_hand(model, opt, loss=None):
     opt.step()
 
 
-@every
-def test_descends_with_convolutions_and_norms(options):
-    def layers():
-        first, second = nn.Conv2d(1, 4, 2), nn.Conv2d(4, 4, 2, padding=1)
-        convolutions = [first, nn.ReLU(inplace=True), second, nn.GroupNorm(2, 4)]
-        return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64, 3))
-
-    model = seeded(layers)
-    x = torch.randn(12, 1, 4, 4, generator=torch.Generator().manual_seed(1))
-    y = torch.arange(12) % 3
-    with pytest.warns(UserWarning, match=r"plain gradient: 3 \(GroupNorm\)"):
-        opt = kfac(model, options, damping=0.1)
-    losses = run(opt, lambda: F.cross_entropy(model(x), y), 40)
-    assert losses[-1] < 0.5 * losses[0]
-
-
 def test_other_modules_move_by_plain_momentum():
     def layers():
         return nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(F64)
@@ -215,15 +199,6 @@ def test_layers_called_twice_are_refused_by_name():
     opt.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
     opt.step()
-
-
-def test_a_gradient_without_a_call_is_refused():
-    model = network()
-    loss = classification(model)()
-    opt = kfac(model)
-    loss.backward()
-    with pytest.raises(RuntimeError, match=r"KFAC.step: 'first.weight' has a gradient, but no curvature"):
-        opt.step()
 
 
 @pytest.mark.parametrize("eigen", [False, True])

@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.optim.torch_optim.cases import (
     backward,
@@ -31,7 +30,6 @@ class Loop:
         self.case, self.model = case, network(F64)
         self.opt = optimizer(case, self.model, **case.by_hand)
         self.x, self.y = batch(F64)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.opt, 1, gamma=1.0)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def recording(self):
@@ -145,14 +143,6 @@ def a_validation_pass_before_the_step(loop):
     loop.opt.step()
 
 
-def clipping_of_short_gradients(loop):
-    loop.opt.zero_grad()
-    loop.backward()
-    nn.utils.clip_grad_norm_(loop.model.parameters(), 1e6)
-    nn.utils.clip_grad_value_(loop.model.parameters(), 1e6)
-    loop.opt.step()
-
-
 def a_copy_of_the_model_in_between(loop):
     loop.opt.zero_grad()
     loop.backward()
@@ -161,21 +151,11 @@ def a_copy_of_the_model_in_between(loop):
     loop.opt.step()
 
 
-def a_scheduler(loop):
-    canonical(loop)
-    loop.scheduler.step()
-
-
 def a_scaler(loop):
     loop.opt.zero_grad()
     loop.backward(lambda: loop.scaler.scale(loop.loss()))
     loop.scaler.step(loop.opt)
     loop.scaler.update()
-
-
-def a_saved_and_loaded_state(loop):
-    canonical(loop)
-    loop.opt.load_state_dict(copy.deepcopy(loop.opt.state_dict()))
 
 
 def a_closure(loop):

@@ -9,7 +9,6 @@ from torch import nn
 
 from metagrad.optim import AdaHessian
 from tests.optim.torch_optim.cases import (
-    CASES,
     assert_equal,
     batch,
     classification,
@@ -125,16 +124,6 @@ def test_conv1d_and_a_bias(case):
     opt = optimizer(case, model)
     losses = run(opt, lambda: F.cross_entropy(model(x.unsqueeze(1)), y), steps_of(case, 25))
     assert losses[-1] < 0.9 * losses[0]
-
-
-def test_parameters_that_are_no_matrices_are_refused_by_name():
-    (case,) = (case for case in CASES if "matrices" in case.traits)
-    with pytest.raises(ValueError, match=r"'scalar' must be a matrix, got shape \(\)"):
-        optimizer(case, Scaled(), Scaled().named_parameters())
-    with pytest.raises(ValueError, match=r"'0.weight' must be a matrix, got shape \(4, 1, 3\)"):
-        optimizer(case, convolutional(), convolutional().named_parameters())
-    with pytest.raises(ValueError, match=r"'bias' must be a matrix, got shape \(3,\)"):
-        optimizer(case, nn.Linear(3, 3), nn.Linear(3, 3).named_parameters())
 
 
 @lacking("one vector")

@@ -7,10 +7,8 @@ import functools
 import pytest
 import torch
 
-import metagrad as mg
 from metagrad.core._torch import pytree
 from metagrad.optim.rules import axis_products, with_batch_ndim
-from metagrad.sparse.tables.row_sparse import RowSparse
 from tests.joint import joint_gradcheck
 from tests.optim.cases import draw
 
@@ -89,9 +87,3 @@ def test_stacked_tasks_equal_one_task_after_the_other():
 def test_matrices_that_do_not_fit_are_refused(given, error, message):
     with pytest.raises(error, match=rf"axis_products\(matrices\).*{message}"):
         transformed(axis_products(given), {"w": torch.ones(3, 2)})
-
-
-def test_rows_of_a_table_are_refused():
-    gradient = {"w": RowSparse(torch.tensor([1]), torch.ones(1, 3), (6, 3))}
-    with pytest.raises(TypeError, match=r"axis_products\(...\).update: the gradient of 'w' is RowSparse"):
-        transformed(mg.optim.rules.axis_products({"w": (None, torch.eye(3))}), gradient)

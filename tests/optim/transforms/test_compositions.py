@@ -10,7 +10,6 @@ from metagrad.optim.rules import (
     chain,
     clip_by_norm,
     mask,
-    muon,
     schedule,
     sgd,
     with_batch_ndim,
@@ -127,20 +126,6 @@ def test_a_schedule_equals_a_value_for_each_step():
         assert_same(steps(schedule(sgd(1.0, momentum=0.9), lr=lr), params), expected)
 
 
-def test_a_schedule_of_the_step_size_equals_torch():
-    theirs = list(draw(SHAPES).values())
-    optimizer = torch.optim.Adam(theirs, lr=0.1)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
-    cosine = lambda t: 0.05 * (1 + torch.cos(torch.tensor(torch.pi * t / 8, dtype=torch.float64)))  # noqa: E731
-    for seed in range(1, 5):
-        for p, g in zip(theirs, draw(SHAPES, seed=seed).values(), strict=True):
-            p.grad = g
-        optimizer.step()
-        scheduler.step()
-    ours = steps(schedule(adam(), lr=cosine), draw(SHAPES))
-    assert_same(ours, dict(zip(ours, theirs, strict=True)))
-
-
 def test_a_schedule_that_starts_at_zero_keeps_its_state():
     """A momentum of the number 0 has no velocities."""
     params = draw(SHAPES)
@@ -164,13 +149,3 @@ def test_schedules_that_mean_nothing_are_refused():
     rule = schedule(sgd(0.1), lr=lambda t: 0.1 - t)
     with pytest.raises(ValueError, match=r"sgd\(...\): lr must be at least 0, got -0.9"):
         steps(rule, draw(SHAPES))
-
-
-def test_batch_ndim_reaches_every_rule_that_knows_it():
-    inner = chain(clip_by_norm(1.0), schedule(muon(), lr=Decay(0.1)))
-    rule = with_batch_ndim(mask(inner, "w", other=sgd(0.1)), 1)
-    chained = rule.rule
-    assert chained.transforms[0].batch_ndim == 1
-    assert chained.rule.rule.batch_ndim == 1
-    assert inner.rule.rule.batch_ndim == 0
-    assert with_batch_ndim(rule, 1) is rule
