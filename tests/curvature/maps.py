@@ -69,19 +69,33 @@ SPECTRA: dict[str, Callable[[int], Tensor]] = {
 }
 
 
+def seeded(seed: int = 0) -> torch.Generator:
+    """Make a generator that starts at a seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Draw normal numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=seeded(seed))
+
+
 @lru_cache
 def basis(n: int, seed: int = 0) -> Tensor:
     """A random orthogonal matrix, [n, n]."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator))[0]
+    return torch.linalg.qr(drawn(n, n, seed=seed))[0]
+
+
+def with_spectrum(spectrum: Tensor, seed: int = 0) -> Tensor:
+    """Return a symmetric matrix of known eigenvalues in a random basis, in float64."""
+    q = basis(len(spectrum), seed)
+    dense = (q * spectrum.double()) @ q.t()
+    return (dense + dense.t()) / 2
 
 
 @lru_cache
 def matrix(name: str, n: int = 1000, seed: int = 0) -> Tensor:
     """The symmetric matrix of a known spectrum in a random basis, [n, n] in float64. Not to be written to."""
-    q = basis(n, seed)
-    dense = (q * SPECTRA[name](n)) @ q.t()
-    return (dense + dense.t()) / 2
+    return with_spectrum(SPECTRA[name](n), seed)
 
 
 class DiagonalMap(MatrixMap):

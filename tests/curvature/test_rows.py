@@ -9,13 +9,10 @@ from metagrad.curvature.estimators.trace import trace
 from metagrad.curvature.rows import inner, norm, orthonormal, safe_norm
 from metagrad.curvature.spectrum.eigenvalues import eigenvalues
 from metagrad.curvature.spectrum.log_determinant import log_determinant
+from tests.curvature.maps import seeded
 from tests.marks import slow
 
 LONG = 2**20 + 5
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 class Diagonal:
@@ -35,7 +32,7 @@ class OfRankThree(Diagonal):
 
     def __init__(self, n: int) -> None:
         self.shape = (n, n)
-        self.signs = torch.randint(0, 2, (3, n), generator=generator()).float() * 2 - 1
+        self.signs = torch.randint(0, 2, (3, n), generator=seeded()).float() * 2 - 1
 
     def multiply(self, vectors: torch.Tensor) -> torch.Tensor:
         weights = torch.tensor([1.0, 0.3, 0.1])
@@ -43,7 +40,7 @@ class OfRankThree(Diagonal):
 
 
 def test_long_sums_are_as_precise_as_their_terms():
-    rows = torch.rand(3, LONG, generator=generator())
+    rows = torch.rand(3, LONG, generator=seeded())
     exact = rows.double() @ rows.double().t()
     torch.testing.assert_close(inner(rows, rows).double(), exact, rtol=2e-6, atol=0)
     torch.testing.assert_close(inner(rows[None], rows[None, :1])[0].double(), exact[:, :1], rtol=2e-6, atol=0)
@@ -53,7 +50,7 @@ def test_long_sums_are_as_precise_as_their_terms():
 
 def test_long_vectors_become_orthonormal_whatever_they_are():
     """Torch's factorization is off by 1e-4 for a million elements, and where vectors are dependent by 1e-3."""
-    vectors = torch.randn(3, LONG, generator=generator())
+    vectors = torch.randn(3, LONG, generator=seeded())
     for rows in (vectors, torch.cat([vectors, vectors.sum(0, keepdim=True), vectors[:1]])):
         basis, lower = orthonormal(rows)
         torch.testing.assert_close(
@@ -64,8 +61,8 @@ def test_long_vectors_become_orthonormal_whatever_they_are():
 
 
 def test_orthonormal_rows_of_pieces_have_the_derivatives_of_one_factorization():
-    vectors = torch.randn(3, 10_000, dtype=torch.float64, generator=generator())
-    weights = torch.randn(3, 10_000, dtype=torch.float64, generator=generator())
+    vectors = torch.randn(3, 10_000, dtype=torch.float64, generator=seeded())
+    weights = torch.randn(3, 10_000, dtype=torch.float64, generator=seeded())
 
     def ours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return orthonormal(x)
@@ -89,17 +86,17 @@ def test_orthonormal_rows_of_pieces_have_the_derivatives_of_one_factorization():
 @pytest.mark.parametrize("method", ["hutch++", slow("xtrace")])
 def test_the_trace_of_few_directions_in_a_million(method):
     """By torch's factorization off by up to 5e-3, more than three standard errors."""
-    estimate = trace(OfRankThree(LONG), method=method, probes=12, generator=generator())
+    estimate = trace(OfRankThree(LONG), method=method, probes=12, generator=seeded())
     assert abs(float(estimate.value) / (1.4 * LONG) - 1) < 5e-5
 
 
 @pytest.mark.slow
 def test_lanczos_of_a_million_elements():
-    diagonal = 1 + torch.rand(LONG, generator=generator())
-    found = log_determinant(Diagonal(diagonal), probes=2, steps=8, generator=generator())
+    diagonal = 1 + torch.rand(LONG, generator=seeded())
+    found = log_determinant(Diagonal(diagonal), probes=2, steps=8, generator=seeded())
     assert abs(float(found.value) / float(diagonal.double().log().sum()) - 1) < 1e-6
     spread = torch.linspace(-1, 1, LONG) ** 3
     spread[:3] = torch.tensor([3.0, 2.5, 2.0])
-    pairs = eigenvalues(Diagonal(spread), 2, rtol=1e-6, generator=generator())
+    pairs = eigenvalues(Diagonal(spread), 2, rtol=1e-6, generator=seeded())
     assert pairs.converged
     assert (pairs.residuals < 1e-5).all()

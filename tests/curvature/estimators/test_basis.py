@@ -67,15 +67,3 @@ def test_left_out_directions_span_what_the_others_do_not():
 def test_zero_pivots_have_directions_too(lower):
     assert inverse_rows(lower).isfinite().all()
     torch.testing.assert_close(left_out(lower), torch.eye(3))
-
-
-def test_dependent_vectors_have_no_derivative():
-    given = vectors(3).requires_grad_()
-    basis = Basis(given.new_zeros(0, 12))
-    basis.append(given, "f(...)")
-    assert basis.rows.requires_grad
-    with pytest.raises(
-        ValueError,
-        match=r"f\(\.\.\.\): the products require grad, and 4 of them are numerically depend.* meth",
-    ):
-        basis.append(given[:1] + given[1:2], "f(...)")

@@ -6,11 +6,7 @@ import torch
 import metagrad as mg
 from metagrad.curvature.estimators.diagonal import diagonal
 from tests.curvature.coverage import coverage
-from tests.curvature.maps import SPECTRA, MatrixMap, matrix
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.curvature.maps import SPECTRA, MatrixMap, matrix, seeded
 
 
 @pytest.mark.parametrize("chunk", ["64MiB", 3 * 8 * 12, 1])

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from metagrad.curvature.estimators.probes import piece_sizes, rows_in_chunk, sample_probes
+from tests.curvature.maps import seeded
 
 DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def test_shape_dtype_and_the_same_bits_again():

@@ -20,12 +20,6 @@ class Halving:
         return Estimate(torch.tensor(1.0), torch.tensor(1 / total), 0, total, "halving")
 
 
-def test_without_rtol_the_budget_is_one_batch():
-    estimator = Halving()
-    assert spend(estimator, 100, None).converged
-    assert estimator.batches == [100]
-
-
 def test_batches_grow_by_a_half_until_the_interval_is_tight():
     estimator = Halving()
     found = spend(estimator, 1000, 1 / 50)

@@ -11,7 +11,7 @@ import torch
 import metagrad as mg
 from metagrad.curvature.estimators.trace import effective_rank, trace
 from tests.curvature.coverage import covers, median_error
-from tests.curvature.maps import SPECTRA, DiagonalMap, MatrixMap, matrix
+from tests.curvature.maps import SPECTRA, DiagonalMap, MatrixMap, matrix, seeded
 from tests.marks import slow
 
 
@@ -31,10 +31,6 @@ SKETCHING = [*CASES]
 METHODS = ["exact", "hutchinson", *CASES]
 DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
 MEDIANS = {"hutchinson": 3e-2, **{method: case.median for method, case in CASES.items()}}
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def low_rank(n=60, rank=5, dtype=torch.float64):

@@ -11,6 +11,7 @@ from metagrad.curvature.kronecker.layers import (
     known_layers,
     output_rows,
 )
+from tests.curvature.maps import drawn
 
 F64 = torch.float64
 CONVOLUTIONS = [
@@ -30,10 +31,6 @@ def made(make, *args, **options):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make(*args, **options, dtype=F64)
-
-
-def drawn(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=F64)
 
 
 def joined(weight, bias):

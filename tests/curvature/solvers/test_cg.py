@@ -8,25 +8,14 @@ import torch
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.solve import solve
-from tests.curvature.maps import MatrixMap, basis, matrix
+from tests.curvature.maps import MatrixMap, drawn, matrix, with_spectrum
 from tests.marks import slow
-
-
-def with_spectrum(*eigenvalues: float) -> torch.Tensor:
-    """A symmetric matrix in a random basis."""
-    q = basis(len(eigenvalues))
-    dense = (q * torch.tensor(eigenvalues, dtype=torch.float64)) @ q.t()
-    return (dense + dense.t()) / 2
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def test_it_ends_after_as_many_steps_as_there_are_distinct_eigenvalues():
     for distinct in ([2.0], [1.0, 5.0], [1.0, 2.0, 9.0], [1.0, 2.0, 3.0, 50.0]):
-        A = with_spectrum(*(distinct * 6))
-        b = random(len(A))
+        A = with_spectrum(torch.tensor(distinct * 6))
+        b = drawn(len(A))
         solution = solve(MatrixMap(A), b, method="cg", rtol=1e-10)
         assert solution.result is Result.CONVERGED
         assert int(solution.stats.steps) == len(distinct)
@@ -55,8 +44,8 @@ def between(residuals: torch.Tensor, rtol: float) -> tuple[int, float]:
 def test_it_takes_the_steps_that_scipy_takes(rtol, start, jacobi):
     linalg = pytest.importorskip("scipy.sparse.linalg")
     n = 60
-    A = with_spectrum(*torch.logspace(0, 1.5, n).tolist()) + torch.diag(torch.linspace(0, 500, n).double())
-    b, x0 = random(n), random(n, seed=1) if start else None
+    A = with_spectrum(torch.logspace(0, 1.5, n)) + torch.diag(torch.linspace(0, 500, n).double())
+    b, x0 = drawn(n), drawn(n, seed=1) if start else None
     iterates = []
     linalg.cg(
         A.numpy(),
@@ -74,7 +63,7 @@ def test_it_takes_the_steps_that_scipy_takes(rtol, start, jacobi):
 
 
 def test_products_are_counted_and_rows_that_ended_are_not_multiplied():
-    A, b = matrix("flat", 50), random(3, 50)
+    A, b = matrix("flat", 50), drawn(3, 50)
     b[1] = 0
     b[2] = A @ torch.linalg.eigh(A).eigenvectors[:, 0]
     operator = MatrixMap(A)
@@ -87,7 +76,7 @@ def test_products_are_counted_and_rows_that_ended_are_not_multiplied():
 
 
 def test_negative_curvature_is_met_with_its_direction():
-    A, b = with_spectrum(5.0, 4.0, 3.0, 2.0, -1.0), random(5)
+    A, b = with_spectrum(torch.tensor([5.0, 4.0, 3.0, 2.0, -1.0])), drawn(5)
     solution = solve(MatrixMap(A), b, method="cg")
     assert solution.result is Result.NEGATIVE_CURVATURE
     d = solution.stats.direction
@@ -115,7 +104,7 @@ def test_directions_are_zero_for_the_rows_without():
 
 @pytest.mark.parametrize(("spectrum", "epsilon"), [("polynomial", 5e-4), slow("polynomial", 1e-7)])
 def test_martens_rule_stops(spectrum, epsilon):
-    A, b = matrix(spectrum, 300), random(300)
+    A, b = matrix(spectrum, 300), drawn(300)
     operator = MatrixMap(A)
     solution = solve(operator, b, method=CG(progress=epsilon), rtol=1e-14, max_steps=2000)
     assert solution.result is Result.PROGRESS

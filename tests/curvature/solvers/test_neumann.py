@@ -8,16 +8,12 @@ import torch
 from metagrad.curvature.solvers.neumann import Neumann
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.solve import solve
-from tests.curvature.maps import MatrixMap, matrix
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.curvature.maps import MatrixMap, drawn, matrix
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_it_converges_to_the_solution(scale):
-    A, b = matrix("flat", 30), random(2, 30)
+    A, b = matrix("flat", 30), drawn(2, 30)
     generator = torch.Generator().manual_seed(0)
     solution = solve(MatrixMap(A), b, method=Neumann(scale=scale), rtol=1e-9, generator=generator)
     assert solution.result is Result.CONVERGED
@@ -27,8 +23,8 @@ def test_it_converges_to_the_solution(scale):
 def test_truncated_it_is_gradient_descent():
     for steps in [1, 2, 7]:
         for start in [False, True]:
-            A, b, scale = matrix("flat", 20), random(20), 0.25
-            x0 = random(20, seed=1) if start else None
+            A, b, scale = matrix("flat", 20), drawn(20), 0.25
+            x0 = drawn(20, seed=1) if start else None
             expected = torch.zeros(20).double() if x0 is None else x0
             for _ in range(steps):
                 expected = expected - scale * (A @ expected - b)
@@ -70,7 +66,7 @@ def test_the_scale_is_estimated_from_below_two_over_the_largest_eigenvalue():
     for name in ("flat", "polynomial", "exponential", "step"):
         operator = MatrixMap(matrix(name, 100))
         solution = solve(
-            operator, random(100), method="neumann", max_steps=50, generator=torch.Generator().manual_seed(1)
+            operator, drawn(100), method="neumann", max_steps=50, generator=torch.Generator().manual_seed(1)
         )
         assert solution.result in (Result.MAX_STEPS, Result.CONVERGED)
         assert operator.matvecs == solution.stats.matvecs

@@ -7,19 +7,15 @@ import torch
 
 from metagrad.curvature.spectrum.lanczos import lanczos
 from metagrad.curvature.spectrum.quadrature import gauss_rule, trace_of
-from tests.curvature.maps import SPECTRA, MatrixMap, basis, matrix
+from tests.curvature.maps import SPECTRA, MatrixMap, basis, matrix, seeded
 
 N = 300
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def test_gauss_rules_are_exact_to_degree_2m_minus_1_and_not_beyond():
     for name, steps in [*((name, 5) for name in SPECTRA), ("flat", 1), ("flat", 2)]:
         dense = matrix(name, N) / SPECTRA[name](N).abs().max()
-        start = torch.randn(1, N, dtype=torch.float64, generator=generator())
+        start = torch.randn(1, N, dtype=torch.float64, generator=seeded())
         q = (start / start.norm()).squeeze(0)
         rule = gauss_rule(lanczos(MatrixMap(dense), start, steps=steps), 0)
         power = q
@@ -37,7 +33,7 @@ def test_traces_of_functions(distribution, dtype):
     operator = MatrixMap(matrix("flat", N).to(dtype))
     for function in (torch.exp, torch.log, torch.reciprocal):
         found = trace_of(
-            operator, function, steps=30, probes=30, distribution=distribution, generator=generator()
+            operator, function, steps=30, probes=30, distribution=distribution, generator=seeded()
         )
         expected = function(SPECTRA["flat"](N)).sum()
         assert found.value.dtype == found.stderr.dtype == dtype
@@ -49,7 +45,7 @@ def test_traces_of_functions(distribution, dtype):
 @pytest.mark.parametrize("n", [1, 3])
 def test_diagonal_operators_are_exact_with_signs(n):
     diagonal = torch.arange(1.0, n + 1, dtype=torch.float64)
-    found = trace_of(MatrixMap(torch.diag(diagonal)), torch.log, generator=generator())
+    found = trace_of(MatrixMap(torch.diag(diagonal)), torch.log, generator=seeded())
     torch.testing.assert_close(found.value, diagonal.log().sum(), rtol=1e-13, atol=1e-13)
     assert found.stderr < 1e-13
     assert found.converged
@@ -58,7 +54,7 @@ def test_diagonal_operators_are_exact_with_signs(n):
 def test_the_bytes_of_a_chunk_do_not_change_the_result():
     operator = MatrixMap(matrix("polynomial", N))
     one, some, default = (
-        trace_of(operator, torch.exp, steps=12, probes=6, chunk=chunk, generator=generator())
+        trace_of(operator, torch.exp, steps=12, probes=6, chunk=chunk, generator=seeded())
         for chunk in (1, 2 * 12 * N * 8, "64MiB")
     )
     for other in (one, some):
@@ -68,13 +64,13 @@ def test_the_bytes_of_a_chunk_do_not_change_the_result():
 
 def test_a_tolerance_stops_early_and_says_when_it_was_not_reached():
     operator = MatrixMap(matrix("flat", N))
-    loose = trace_of(operator, torch.exp, probes=1000, rtol=0.05, generator=generator())
+    loose = trace_of(operator, torch.exp, probes=1000, rtol=0.05, generator=seeded())
     low, high = loose.interval(0.95)
     assert loose.converged
     assert loose.samples < 100
     assert (high - low) / 2 <= 0.05 * loose.value
-    assert trace_of(operator, torch.exp, rtol=1e-6, steps=5, generator=generator()).samples == 256
-    tight = trace_of(operator, torch.exp, probes=10, rtol=1e-6, generator=generator())
+    assert trace_of(operator, torch.exp, rtol=1e-6, steps=5, generator=seeded()).samples == 256
+    tight = trace_of(operator, torch.exp, probes=10, rtol=1e-6, generator=seeded())
     assert not tight.converged
     assert tight.samples == 10
 
@@ -86,7 +82,7 @@ def test_too_few_steps_are_seen_and_widen_the_interval(steps, function):
     q = basis(100)
     operator = MatrixMap((q * spectrum) @ q.t())
     few, all_steps = (
-        trace_of(operator, function, steps=m, probes=8, distribution="sphere", generator=generator())
+        trace_of(operator, function, steps=m, probes=8, distribution="sphere", generator=seeded())
         for m in (steps, 100)
     )
     assert all_steps.converged
@@ -100,9 +96,7 @@ def test_the_derivative_is_the_trace_of_the_slope():
     q = basis(12)
     dense = (q * torch.linspace(1, 3, 12, dtype=torch.float64)) @ q.t()
     x = ((dense + dense.t()) / 2).requires_grad_()
-    found = trace_of(
-        MatrixMap(x), torch.log, steps=8, probes=600, distribution="sphere", generator=generator()
-    )
+    found = trace_of(MatrixMap(x), torch.log, steps=8, probes=600, distribution="sphere", generator=seeded())
     (gradient,) = torch.autograd.grad(found.value**2, x)
     expected = 2 * found.value.detach() * torch.linalg.inv(x.detach())
     error = (gradient + gradient.t()) / 2 - expected
@@ -111,7 +105,7 @@ def test_the_derivative_is_the_trace_of_the_slope():
 
 def test_the_derivative_is_exact_where_probes_are():
     scale = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
-    found = trace_of(MatrixMap(torch.diag(scale)), torch.log, probes=2, generator=generator())
+    found = trace_of(MatrixMap(torch.diag(scale)), torch.log, probes=2, generator=seeded())
     (gradient,) = torch.autograd.grad(found.value, scale, create_graph=True)
     torch.testing.assert_close(gradient, 1 / scale, rtol=1e-12, atol=0)
     with pytest.raises(RuntimeError, match=r"trace_of\(operator, function\): .* first derivatives only"):

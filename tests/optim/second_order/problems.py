@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 A = torch.tensor([[3.0, 1.0, 0.5], [1.0, 2.0, -0.3], [0.5, -0.3, 1.5]], dtype=torch.float64)
 B = torch.tensor([1.0, -2.0, 0.7], dtype=torch.float64)
@@ -53,10 +52,3 @@ def logistic_data() -> tuple[Tensor, Tensor]:
     x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
     noise = torch.randn(60, generator=generator, dtype=torch.float64)
     return x, (x @ B + noise > 0).double()
-
-
-def tanh_classifier():
-    """Return a tanh 4-8-3 network in float32, and its cross-entropy on 12 examples, which it can learn by heart."""
-    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(12, 4)
-    y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
-    return model, lambda: F.cross_entropy(model(x), y)
