@@ -35,19 +35,6 @@ def test_a_state_comes_back_whole(composed, saved):
         assert torch.equal(restored.module.state_dict()[name], value)
 
 
-def test_a_failing_save_leaves_the_old_checkpoint(saved, monkeypatch):
-    path, parts = saved
-    before = path.read_bytes()
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.save(path, parts, step=8, config={})
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

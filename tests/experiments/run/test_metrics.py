@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 from experiments.run.metrics import JsonLines, read_rows, series
 
 
@@ -11,13 +9,6 @@ def test_floats_survive_to_the_last_bit(tmp_path):
     for step, value in enumerate(values, start=1):
         file.write(step, {"train/query_loss": value})
     assert series(read_rows(tmp_path / "m.jsonl"), "train/query_loss") == ([1, 2, 3, 4], values)
-    file.close()
-
-
-def test_rows_are_on_file_as_soon_as_written(tmp_path):
-    file = JsonLines(tmp_path / "m.jsonl")
-    file.write(1, {"a": math.pi})
-    assert read_rows(tmp_path / "m.jsonl") == [{"step": 1, "a": math.pi}]
     file.close()
 
 

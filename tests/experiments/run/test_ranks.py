@@ -28,6 +28,7 @@ from experiments.run.ranks import SILENT, Ranks
 from experiments.train import run_job
 from tests.distributed.threads import in_threads
 from tests.experiments.conftest import REPOSITORY
+from tests.experiments.run.test_resume import same_outcome
 from tests.experiments.saving import save_for_ever
 
 SETTINGS = [
@@ -298,11 +299,6 @@ def running(cwd, *arguments, rows=25, **options):
 def workers(process):
     found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(pid) for pid in found if b"experiments.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def same_outcome(one, other):
-    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
-    assert (one / "result.json").read_bytes() == (other / "result.json").read_bytes()
 
 
 def assert_close(one, other):

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
-import pytest
-from hydra import compose, initialize_config_dir
-
-from experiments.run.help import CONF
 from experiments.run.plots.panels import read_panels
 from experiments.run.schemas import ALGORITHMS
 from experiments.studies.algorithms import cells, figures, report, study
-
-
-@pytest.fixture(scope="module")
-def config():
-    """Return a function from overrides to a typed config."""
-
-    @functools.cache
-    def build_config(*overrides):
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            return study.typed(compose("algorithms", ["logger=none", *overrides]))
-
-    return build_config
 
 
 def of_cell(cell, seed, steps, values):
@@ -31,19 +13,19 @@ def of_cell(cell, seed, steps, values):
     return {"cell": cell, "seed": seed, **found}
 
 
-def test_every_algorithm_has_a_cell_and_only_chooses_some(config):
-    names = {cell.name.partition("/")[2] for cell in cells(config())}
+def test_every_algorithm_has_a_cell_and_only_chooses_some(configured):
+    names = {cell.name.partition("/")[2] for cell in cells(configured(study))}
     assert names == set(ALGORITHMS)
-    assert [cell.name for cell in cells(config("only=[protonet]"))] == ["omniglot/protonet"] * 2
+    assert [cell.name for cell in cells(configured(study, "only=[protonet]"))] == ["omniglot/protonet"] * 2
 
 
-def test_table_and_curves_are_means_over_seeds(config, tmp_path):
+def test_table_and_curves_are_means_over_seeds(configured, tmp_path):
     results = [of_cell("sinusoid/maml", seed, [0, 1], [4.0, 1.0 + seed]) for seed in (0, 1)]
     results.append(of_cell("omniglot/protonet", 0, None, [90.0]))
-    page = report(results, config())
+    page = report(results, configured(study))
     assert "| maml | 4 | 1.5 |" in page
     assert "| protonet | 90 |" in page
-    (drawn,) = figures(results, config(), tmp_path)
+    (drawn,) = figures(results, configured(study), tmp_path)
     assert drawn.stat().st_size > 10_000
     first, second = read_panels(tmp_path / "curves.json")
     assert first.curves["maml"][:4] == ([0, 1], [4.0, 1.5], [4.0, 1.0], [4.0, 2.0])
