@@ -164,6 +164,15 @@ def test_a_parameter_that_the_loss_does_not_depend_on_is_a_constant(method):
     assert torch.equal(found["none"], params["none"])
 
 
+def test_transforms_of_torch_func_are_refused():
+    def value(lam):
+        found = implicit_diff(lambda p: (p["phi"] - lam) ** 2, {"phi": torch.ones(())}, method=hypergrad.CG())
+        return found["phi"]
+
+    with pytest.raises(ValueError, match="transform there is no autograd graph"):
+        torch.func.grad(value)(torch.ones(()))
+
+
 def test_tasks_have_no_nystrom_approximation():
     lam = torch.ones(2, 1, requires_grad=True)
     found = implicit_diff(
