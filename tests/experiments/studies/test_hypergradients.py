@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import torch
+
 from experiments.studies import hypergradients as program
 from metagrad import hypergrad
 
@@ -23,3 +25,10 @@ def test_every_method_has_a_row():
         for name in hypergrad.__all__
         if hasattr(getattr(hypergrad, name), "estimate") and name != "HypergradientMethod"
     }
+
+
+def test_the_minimum_is_one():
+    problem = program.ridge(d=5, n=10)
+    params = {name: p.requires_grad_() for name, p in problem.minimum(problem.log_penalty).items()}
+    (slope,) = torch.autograd.grad(problem.inner(params, {"log_penalty": problem.log_penalty}), params["w"])
+    assert slope.norm() < 1e-12
