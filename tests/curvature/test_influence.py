@@ -90,9 +90,8 @@ def test_batches_and_functions_equal_the_whole(reduction):
 
 
 def test_positions_of_an_example_add_up():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    params, x, y = dict(model.named_parameters()), drawn(6, 2, 4), torch.arange(12).reshape(6, 2) % 3
+    model, params, *_ = made()
+    x, y = drawn(6, 2, 4), torch.arange(12).reshape(6, 2) % 3
 
     def loss_fn(z, y):
         return F.cross_entropy(z.flatten(0, 1), y.flatten())

@@ -219,22 +219,10 @@ def test_errors_name_the_call(call):
         assert "metagrad" in last, (number, last)
 
 
-@pytest.mark.parametrize(
-    ("call", "use"),
-    [
-        ("ggn", lambda x: mg.ggn(NET, F.mse_loss, PARAMS, (x, Y))),
-        ("preflight", lambda x: mg.preflight(NET, F.mse_loss, (x, Y))),
-        (
-            "hessian",
-            lambda x: mg.hessian(lambda p, x: torch.func.functional_call(NET, p, (x,)).sum(), PARAMS, (x,)),
-        ),
-    ],
-)
-def test_an_input_of_another_dtype_is_named(call, use):
-    with pytest.raises(
-        ValueError, match=rf"{call}\(.*parameters are torch.float32 and an input is torch.float64"
-    ):
-        use(X.double())
+def test_an_input_of_another_dtype_is_named():
+    words = r"ggn\(.*parameters are torch.float32 and an input is torch.float64"
+    with pytest.raises(ValueError, match=words):
+        mg.ggn(NET, F.mse_loss, PARAMS, (X.double(), Y))
 
 
 @pytest.mark.parametrize("labels", [torch.full((4,), 9), torch.rand(4), torch.zeros(4, dtype=torch.int32)])

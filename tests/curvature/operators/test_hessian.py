@@ -169,20 +169,6 @@ def test_the_graph_is_freed_after_an_exception():
         gc.enable()
 
 
-def test_parameters_without_dimensions():
-    """L = a^3 + a |b|^2, with a 0-d and b of two."""
-    params = {
-        "a": torch.tensor(2.0, dtype=torch.float64, requires_grad=True),
-        "b": torch.tensor([1.0, 3.0], dtype=torch.float64, requires_grad=True),
-    }
-    expected = torch.tensor([[12.0, 2.0, 6.0], [2.0, 4.0, 0.0], [6.0, 0.0, 4.0]], dtype=torch.float64)
-    with mg.hessian(lambda p: p["a"] ** 3 + p["a"] * p["b"].square().sum(), params) as H:
-        torch.testing.assert_close(H.to_dense(), expected, rtol=1e-7, atol=1e-7)
-        product = H @ {"a": torch.tensor(1.0).double(), "b": torch.zeros(2).double()}
-        torch.testing.assert_close(product["a"], expected[0, 0], rtol=1e-7, atol=1e-7)
-        torch.testing.assert_close(H["a"].to_dense(), expected[:1, :1], rtol=1e-7, atol=1e-7)
-
-
 def test_checkpointed_modules():
     torch.manual_seed(0)
     model, x = mlp()

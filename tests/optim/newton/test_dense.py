@@ -111,23 +111,25 @@ MGH09 = (
 
 @pytest.mark.parametrize("is_by_points", [False, True])
 @pytest.mark.parametrize(
-    ("data", "fn", "start", "certified"),
+    ("data", "fn", "start", "certified", "squares"),
     [
         (
             MISRA1A,
             lambda b, x: b[0] * (1 - torch.exp(-b[1] * x)),
             [500, 1e-4],
             [238.94212918, 5.5015643181e-4],
+            1.2455138894e-1,
         ),
         (
             MGH09,
             lambda b, x: b[0] * (x**2 + x * b[1]) / (x**2 + x * b[2] + b[3]),
             [25, 39, 41.5, 39],
             [0.19280693458, 0.19128232873, 0.12305650693, 0.13606233068],
+            3.0750560385e-4,
         ),
     ],
 )
-def test_minima_are_the_certified_ones(data, fn, start, certified, is_by_points):
+def test_minima_are_the_certified_ones(data, fn, start, certified, squares, is_by_points):
     """Problems of the Statistical Reference Datasets of NIST, from their first starts."""
     y, x = (torch.tensor(column, dtype=F64) for column in data)
     start = torch.tensor(start, dtype=F64)
@@ -139,6 +141,8 @@ def test_minima_are_the_certified_ones(data, fn, start, certified, is_by_points)
     found = least_squares(residuals, start, max_steps=400, ftol=0.0, xtol=0.0, gtol=0.0)
     # Certified to 11 digits. The minimum of a sum of squares is known to the root of its rounding.
     torch.testing.assert_close(found.value, torch.tensor(certified, dtype=F64), rtol=1e-7, atol=0)
+    assert found.loss == pytest.approx(squares / 2, rel=1e-9)
+    assert not found.value.requires_grad
 
 
 def oscillator(dtype):

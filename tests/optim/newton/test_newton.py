@@ -285,15 +285,6 @@ def test_a_closure_that_stops_calling_backward_is_refused():
     assert w.tolist() == [1.0, 1.0]
 
 
-def test_a_parameter_that_joins_begins_the_group_anew():
-    a, b = (torch.tensor([2.0], dtype=F64, requires_grad=True) for _ in range(2))
-    opt = LBFGS([a, b])
-    run(opt, lambda: (a - 1).pow(4).sum(), 3)
-    assert b.item() == 2.0
-    run(opt, lambda: (a - 1).pow(4).sum() + (b - 1).pow(2).sum(), 10)
-    assert b.item() == pytest.approx(1, abs=1e-6)
-
-
 # Likelihoods written by hand
 
 
