@@ -116,22 +116,22 @@ def test_forms_of_a_closure(case):
 
 
 @of_cases(lambda case: case.traits & {"told", "model", "calls again"})
-@pytest.mark.parametrize("is_differentiated", [True, False])
-def test_a_closure_whose_loss_was_computed_outside_of_it_is_refused(case, is_differentiated):
-    model = network()
-    opt = optimizer(case, model)
-    with opt.recording():
-        loss = classification(model)()
-        loss.backward(retain_graph=True)
+def test_a_closure_whose_loss_was_computed_outside_of_it_is_refused(case):
+    for is_differentiated in (True, False) if "one vector" in case.traits else (True,):
+        model = network()
+        opt = optimizer(case, model)
+        with opt.recording():
+            loss = classification(model)()
+            loss.backward(retain_graph=True)
 
-    def closure():
-        if is_differentiated:
-            loss.backward()
-        return loss
+        def closure(loss=loss, is_differentiated=is_differentiated):
+            if is_differentiated:
+                loss.backward()
+            return loss
 
-    reasons = "anew at every call|no curvature|inside the closure"
-    with pytest.raises((RuntimeError, ValueError), match=rf"{case.name}.*({reasons})"):
-        [opt.step(closure) for _ in range(2)]
+        reasons = "anew at every call|no curvature|inside the closure"
+        with pytest.raises((RuntimeError, ValueError), match=rf"{case.name}.*({reasons})"):
+            [opt.step(closure) for _ in range(2)]
 
 
 def test_a_closure_without_a_backward_pass_is_warned_of():
