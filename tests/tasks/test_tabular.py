@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from metagrad.tasks import Tabular
+from tests.tasks.seeds import seeded
 
 CSV = """who,age,kind,size
 "ann",1,cat,2.5
@@ -15,10 +16,6 @@ bob,2,cat,2
 bob,3,dog,5
 bob,4,cat,7
 """
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def table() -> dict:
@@ -100,47 +97,6 @@ def test_small_tasks_are_left_out_when_told_to():
     assert tasks.skipped == [0, 1, 2, 3, 4, 5]
     assert tasks.tasks == [6, 7, 8, 9]
     assert tasks.protocol_description == ("Tabular tasks by 'who', 5 support and 5 query rows, 4 tasks")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"task_column": "whom"}, ValueError, "task_column='whom' is none of the columns 'who', 'row', 'kind', 'y'"),
-        ({"task_column": ["who"]}, TypeError, r"\(..., task_column\): expected str, got list"),
-        ({"x": ["kind"]}, ValueError, r"x='kind' must hold a number .* got 'c' in row 0\. For ids pass x="),
-        ({"x": []}, ValueError, r"x must name at least one column, got \[\]"),
-        ({"x": 3}, TypeError, r"\(..., x\): expected str or list or tuple or Mapping, got int"),
-        ({"y": "kind"}, ValueError, "y='kind' must hold a number .* For classes pass classify=True"),
-        ({"tasks": [77]}, ValueError, "tasks has 77, which the data do not have; there are 10"),
-        ({"shots": 5, "queries": 2}, ValueError, r"shots \+ queries = 7 rows, and 3 of 10 have fewer: 0 has"),
-        ({"column_types": {"who": "int"}}, ValueError, r"\(column_types\['who'\]\): expected one of 'integer'"),
-        ({"column_types": {"age": "text"}}, ValueError, "column_types='age' is none of the columns"),
-        ({"column_types": {"who": "text"}}, ValueError, "task_column='who' must hold text in each row, got 0 in row"),
-        ({"missing": "drop"}, ValueError, r"\(missing\): expected one of 'raise', 'skip', got 'drop'"),
-        ({"dtype": torch.int64}, ValueError, "dtype must be a floating-point type"),
-        ({"table": [1, 2]}, TypeError, "table must be the path of a CSV file, a dict of columns or a data"),
-        ({"table": {}}, ValueError, r"table must have columns with different names, got \[\]"),
-        ({"table": {"1": [1], 1: [2]}}, ValueError, r"columns with different names, got \['1', '1'\]"),
-        ({"table": {"who": [1], "row": [1, 2]}}, ValueError, r"of one length, \[rows\], got"),
-        ({"table": {"who": 1, "row": 1}}, ValueError, r"of one length, \[rows\], got"),
-        ({"table": {"who": [], "row": []}}, ValueError, "table has no rows"),
-        ({"table": "no.csv"}, ValueError, r"there is no no\.csv, and there is no /.*METAGRAD_DATA"),
-        ({"table": "/"}, ValueError, r"/ is not a CSV file in UTF-8"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_wrong_arguments(changes, error, message):
-    arguments = {
-        "table": table(),
-        "task_column": "who",
-        "x": ["row"],
-        "y": "y",
-        "shots": 2,
-        "queries": 2,
-        **changes,
-    }
-    with pytest.raises(error, match=rf"^Tabular.*{message}"):
-        Tabular(**arguments)
 
 
 @pytest.mark.parametrize(

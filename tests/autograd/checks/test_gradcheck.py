@@ -91,12 +91,6 @@ def test_inputs_are_trees_and_constants_pass_through():
     assert mg.gradcheck(lambda tree, k: (tree["x"] * tree["w"]) ** k, ({"x": x, "w": w}, 3), order=3)
 
 
-@pytest.mark.parametrize("fn", [lambda x: x.sum().item(), lambda x: (x > 0).sum(), lambda x: None])
-def test_a_function_without_a_derivative_does_not_pass(fn):
-    with pytest.raises(ValueError, match="returns no floating point tensor"):
-        mg.gradcheck(fn, inputs(3))
-
-
 def test_complex_outputs_one_dict_and_no_grad():
     (x,) = inputs(3)
     with torch.no_grad():
@@ -123,21 +117,6 @@ def test_mixed_derivatives_are_checked():
 
     with pytest.raises(GradcheckError, match="order 2"):
         mg.gradcheck(Mixed.apply, inputs(3, 3), order=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "message"),
-    [
-        ([torch.ones(2, dtype=torch.float64)], {}, "no input requires grad"),
-        ([torch.ones(2, requires_grad=True)], {}, r"inputs\[0\] must be float64.*got torch.float32"),
-        ([torch.ones(2, dtype=torch.float64, requires_grad=True)], {"order": 0}, "order.*1 or more, got 0"),
-        ([torch.ones(2, dtype=torch.float64, requires_grad=True)], {"order": 2.5}, "order.*an int.*got 2.5"),
-        ([torch.ones(2, dtype=torch.float64, requires_grad=True)], {"directions": 0}, "directions.*got 0"),
-    ],
-)
-def test_bad_input_is_named(arguments, keywords, message):
-    with pytest.raises(ValueError, match=message):
-        mg.gradcheck(torch.sin, arguments, **keywords)
 
 
 def test_of_several_steps_one_must_agree():

@@ -38,31 +38,10 @@ def test_gradient_of_a_sum_of_cubes_has_the_tree_of_the_parameters(params):
         assert not gradient.requires_grad
 
 
-def test_an_unused_parameter_is_named_by_its_key():
-    params = {"used": leaf(1.0), "layer.bias": leaf(1.0)}
-    with pytest.raises(ValueError, match=r"does not depend on params\['layer.bias'\]"):
-        mg.grad(params["used"].sum(), params)
-
-
 def test_an_unused_parameter_gives_zeros_when_asked():
     params = {"used": leaf(1.0), "unused": leaf(1.0, 2.0)}
     grads = mg.grad(params["used"].sum(), params, materialize_grads=True)
     assert torch.equal(grads["unused"], torch.zeros(2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("loss", "params", "error", "message"),
-    [
-        (leaf(1.0, 2.0), leaf(1.0), ValueError, r"one element, got shape \(2,\)"),
-        (torch.ones(()), leaf(1.0), ValueError, "no graph"),
-        (1.0, leaf(1.0), TypeError, "must be a tensor, got float"),
-        (leaf(1.0).sum(), {"w": torch.ones(1)}, ValueError, r"params\['w'\] does not require grad"),
-        (leaf(1.0).sum(), {"w": 1.0}, TypeError, r"params\['w'\] must be a tensor, got float"),
-    ],
-)
-def test_bad_input_is_named(loss, params, error, message):
-    with pytest.raises(error, match=message):
-        mg.grad(loss, params)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")

@@ -14,6 +14,7 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.autograd.derivatives.linearize import linearize
 from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.sparse import Pattern, SparseTensor, embedding
+from tests.autograd.hessians import dense_hessian, flat
 
 
 def mlp(dtype=torch.float64):
@@ -21,25 +22,6 @@ def mlp(dtype=torch.float64):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
     x, y = torch.randn(5, 3, dtype=dtype), torch.randn(5, 2, dtype=dtype)
     return model, lambda: (model(x) - y).square().mean()
-
-
-def dense_hessian(fn, params):
-    """By torch.func, in the order of the dict."""
-    shapes = [p.shape for p in params.values()]
-
-    def of_flat(vector):
-        parts = vector.split([shape.numel() for shape in shapes])
-        return fn({k: part.view(s) for k, part, s in zip(params, parts, shapes, strict=True)})
-
-    return torch.func.jacrev(torch.func.grad(of_flat))(flat(params).detach())
-
-
-def flat(tree, first=0):
-    return torch.cat([t.flatten(first) for t in tree.values()], -1)
-
-
-def functional(model, fn):
-    return lambda params: fn(lambda *args: torch.func.functional_call(model, params, args))
 
 
 def stack_like(params, k, seed=0):
@@ -140,45 +122,6 @@ def test_only_what_linearize_made_is_freed():
 
 
 # Errors
-
-
-def test_the_loss_must_be_a_scalar_with_a_graph_to_every_parameter():
-    w, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    with pytest.raises(ValueError, match=r"linearize\(loss, params\): loss must have one element, got shape"):
-        linearize(w * 2, {"w": w})
-    with pytest.raises(TypeError, match=r"linearize\(loss, params\): loss must be a tensor, got float"):
-        linearize(1.0, {"w": w})
-    with pytest.raises(ValueError, match=r"linearize\(loss, params\): the loss has no graph"):
-        linearize(w.detach().sum(), {"w": w})
-    with pytest.raises(ValueError, match=r"does not depend on params\['b'\]. Leave it out of params, or add"):
-        linearize((w**2).sum(), {"w": w, "b": b})
-    with pytest.raises(ValueError, match=r"params\['w'\] does not require grad"):
-        linearize((b**2).sum(), {"w": w.detach()})
-    with pytest.raises(TypeError, match=r"params\['w'\] must be a tensor, got float"):
-        linearize((b**2).sum(), {"w": 1.0})
-    with pytest.raises(ValueError, match="there are no parameters"):
-        linearize((b**2).sum(), {})
-
-
-def test_vectors_are_checked():
-    w = torch.ones(2, requires_grad=True)
-    with linearize((w**2).sum(), {"w": w}) as lin:
-        with pytest.raises(ValueError, match="v: expected the structure of the parameters"):
-            lin.hvp([torch.ones(2)])
-        with pytest.raises(ValueError, match=r"params\['w'\] must be as its parameter is.*got \(\(3,\)"):
-            lin.hvp({"w": torch.ones(3)})
-        with pytest.raises(ValueError, match=r"got \(\(2,\), torch.float64\)"):
-            lin.hvp({"w": torch.ones(2, dtype=torch.float64)})
-        with pytest.raises(ValueError, match="a stack of as many as the others"):
-            lin.hvp({"w": torch.ones(0, 2)})
-        with pytest.raises(ValueError, match="chunk must be bytes"):
-            lin.hvp({"w": torch.ones(2)}, chunk="auto")
-    b = torch.ones(2, requires_grad=True)
-    with (
-        linearize((w * b).sum(), [w, b]) as lin,
-        pytest.raises(ValueError, match="a stack of as many as the others"),
-    ):
-        lin.hvp([torch.ones(2), torch.ones(3, 2)])
 
 
 def test_closed_is_closed():

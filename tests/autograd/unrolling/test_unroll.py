@@ -148,28 +148,6 @@ def test_a_step_that_changes_its_state_is_refused(memory, case):
         mg.unroll(step, {"x": randn(3)}, steps=2, memory=memory)
 
 
-@pytest.mark.parametrize("memory", ["full", "step"])
-def test_aux_must_hold_tensors(memory):
-    with pytest.raises(TypeError, match="aux must hold tensors or None, got float"):
-        mg.unroll(lambda x, t: (x, 1.0), randn(3), steps=2, memory=memory)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "error", "message"),
-    [
-        ({"steps": -1}, ValueError, "expected 0 or more, got -1"),
-        ({"steps": 1.5}, TypeError, "expected an int, got float"),
-        ({"steps": 1, "memory": "none"}, ValueError, "\"512MiB\", got 'none'"),
-        ({"steps": 1, "memory": 0}, ValueError, '"512MiB", got 0'),
-        ({"steps": 1, "memory": True}, ValueError, '"512MiB", got True'),
-        *(({"steps": 3, "truncate": n}, ValueError, f"from 1 to steps=3.*got {n}") for n in (0, 4, True)),
-    ],
-)
-def test_bad_arguments_are_named(keywords, error, message):
-    with pytest.raises(error, match=message):
-        mg.unroll(lambda x, t: (x, None), randn(3), **keywords)
-
-
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_truncation_differentiates_only_through_the_last_steps(memory):
     """The state before the last steps is a constant."""
@@ -290,19 +268,6 @@ def test_a_list_with_a_tensor_for_each_step_is_better_passed_as_inputs():
     rates = list(randn(50).requires_grad_())
     with pytest.warns(UserWarning, match=r"reads a list of 50 tensors.*as inputs="):
         mg.unroll(lambda w, t: (w * rates[t], None), randn(2), steps=50, memory="step")
-
-
-@pytest.mark.parametrize(
-    ("inputs", "found"),
-    [
-        ({"x": torch.tensor(1.0)}, r"inputs\['x'\]: \(\)"),
-        ((torch.ones(3), 0.1), r"inputs\[1\]: float"),
-        (torch.eye(3).to_sparse(), r"inputs: \(3, 3\), torch.sparse_coo"),
-    ],
-)
-def test_inputs_have_a_row_for_each_step(inputs, found):
-    with pytest.raises(ValueError, match=r"unroll\(..., inputs\): .* length steps=3, .* got " + found):
-        mg.unroll(lambda x, t, row: (x, None), randn(2), steps=3, inputs=inputs)
 
 
 class _Exp(torch.autograd.Function):

@@ -6,12 +6,9 @@ from hypothesis import strategies as st
 
 from metagrad.tasks._groups import Groups, draw_distinct
 from metagrad.tasks.fewshot.episodes import Composition, draw_episodes
+from tests.tasks.seeds import seeded
 
 CPU = torch.device("cpu")
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def of_sizes(*sizes: int) -> Groups:

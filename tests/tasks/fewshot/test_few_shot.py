@@ -8,13 +8,10 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from metagrad.tasks import FewShot
+from tests.tasks.seeds import seeded
 
 SIZES = (6, 9, 12, 20)
 WORKERS = pytest.mark.filterwarnings("ignore:.*(multi-threaded, use of fork|DataLoader will create)")
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,52 +218,6 @@ def test_a_name_of_two_classes_merges_nothing():
     assert FewShot(dataset, 4, 1, 2).classes == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "arguments", "error", "message"),
-    [
-        (None, {"ways": 0}, ValueError, r"\(ways\): expected an int of 1 or more, got 0"),
-        (None, {"ways": (3, 2)}, ValueError, r"ways must be \(lowest, highest\), got \(3, 2\)"),
-        (None, {"ways": 5, "queries": 2}, ValueError, "ways must be at most 4, the classes, got 5"),
-        (None, {"ways": 2, "shots": 5, "queries": 6}, ValueError, r"shots \+ queries = 11 examples, and 2"),
-        (None, {"classes": [0, 7], "queries": 2}, ValueError, "classes has 7, which .* there are 4: 0, 1, 2"),
-        (None, {"classes": [0, 0], "queries": 2}, ValueError, "classes has 0 twice"),
-        (None, {"classes": [0], "split": "train"}, ValueError, "split='train' needs classes= by split"),
-        (None, {"classes": {"train": [0]}, "split": "test"}, ValueError, "split must be one of 'train', as"),
-        (
-            None,
-            {"classes": {"train": [0], "val": [0]}, "split": "val"},
-            ValueError,
-            "0 is in the splits 'train' and",
-        ),
-        (
-            None,
-            {"classes": {"val": [0], "valid": [1]}, "split": "val"},
-            ValueError,
-            "'val', 'valid': two of these",
-        ),
-        (None, {"workers": -1}, ValueError, r"workers\): expected an int of 0 or more, got -1"),
-        (None, {"labels": [0] * 47}, ValueError, "labels are given twice"),
-        (None, {"dtype": torch.int64}, ValueError, "dtype must be a floating-point type"),
-        (3, {}, TypeError, "dataset must be a map-style data set, .* got a int"),
-        ((torch.zeros(3), 3), {}, TypeError, r"dataset must be \(x, labels\), inputs and a vector of labels"),
-        ((torch.zeros(3), [1, 2]), {}, ValueError, "x and labels must have one entry an item, got 3 and 2"),
-        ((torch.zeros(3),), {}, ValueError, r"must be a data set or a pair \(x, labels\), got 1 parts"),
-        ([(0, 1)], {"labels": 3}, TypeError, r"\(labels\): expected one label for each item, got int"),
-        ([(0, 1)], {"labels": [1, 2]}, ValueError, "a label for each of the 1 items, got 2"),
-        ([], {}, ValueError, "a label for each of the 0 items, got 0"),
-        ([torch.zeros(2)] * 3, {}, ValueError, r"must be \(x, label\), got a Tensor\. Pass labels="),
-        ([(0, None)], {}, ValueError, "got None for item 0 .* torch.utils.data.Subset"),
-        ([(0, "a"), (0, " ")], {}, ValueError, "got ' ' for item 1 and 'a' for item 0"),
-        ([(0, 1), (0, float("nan"))], {}, ValueError, "got nan for item 1 and 1 for item 0"),
-        ([(0, 1), (0, "1")], {}, ValueError, "no mixture, got '1' for item 1 and 1 for item 0"),
-        ([(0, torch.tensor([0, 1]))], {}, ValueError, r"got \[0, 1\] for item 0"),
-    ],
-)
-def test_wrong_arguments(dataset, arguments, error, message):
-    with pytest.raises(error, match=f"^FewShot.*{message}"):
-        FewShot(data() if dataset is None else dataset, **arguments)
-
-
 def test_inputs_that_cannot_be_stacked():
     uneven = [(torch.zeros(2 + (i == 3)), i % 2) for i in range(8)]
     with pytest.raises(ValueError, match=r"all inputs must have one shape, got \[\d\] and \[\d\]\. Pass a"):
@@ -274,11 +225,3 @@ def test_inputs_that_cannot_be_stacked():
     names = TensorDataset(torch.zeros(8), torch.arange(8) % 2)
     with pytest.raises(TypeError, match=r"x of item . must be a tensor or an array, got a str"):
         FewShot(names, 2, 1, 2, transform=str).sample(1)
-
-
-def test_sampling_errors():
-    tasks = FewShot(data(), 2, 1, 2)
-    with pytest.raises(ValueError, match=r"FewShot.sample\(num_tasks\): expected an int of 1 or more, got 0"):
-        tasks.sample(0)
-    with pytest.raises(ValueError, match=r"FewShot.sample: the generator is on cpu, the tasks are on meta"):
-        FewShot(data(), 2, 1, 2, device="meta").sample(1, generator=seeded())

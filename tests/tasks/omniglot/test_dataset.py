@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from metagrad.tasks import Omniglot
 from metagrad.tasks.omniglot.dataset import RESIZERS, resize_area, resize_nearest
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from tests.tasks.seeds import seeded
 
 
 @pytest.fixture

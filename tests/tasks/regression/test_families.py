@@ -18,12 +18,9 @@ from metagrad.tasks import (
     StepFunctions,
 )
 from metagrad.tasks.regression.gaussian_process import KERNELS
+from tests.tasks.seeds import seeded
 
 FAMILIES = [Sinusoid, Lines, StepFunctions, SinusoidOrLine, Harmonic, GaussianProcess]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def sinusoid(x, amplitude, phase):
@@ -153,21 +150,3 @@ def test_one_formula_is_a_family():
     ratio = batch.support.y / batch.support.x.square()
     torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio))
     assert isinstance(Parabola().sample_functions(2), Curves)
-
-
-@pytest.mark.parametrize(
-    ("family", "arguments", "message"),
-    [
-        (Lines, {"slope": (1.0, 0.0)}, r"Lines: slope must be \(lowest, highest\).* got \(1.0, 0.0\)"),
-        (StepFunctions, {"position": (0.0, math.inf)}, "position must be .* finite and ascending"),
-        (Lines, {"slope": 3}, r"Lines: slope must be \(lowest, highest\).* got 3"),
-        (Lines, {"x": ("a", "b")}, r"Lines: x must be \(lowest, highest\)"),
-        (Lines, {"noise": -1}, r"Lines\(noise\): expected a number of 0 or more, got -1"),
-        (SinusoidOrLine, {"probability": 1.5}, r"\(probability\): expected a number from 0 to 1, got 1.5"),
-        (GaussianProcess, {"kernel": "rbv"}, r"\(kernel\): expected one of 'rbf', 'matern12', .* got 'rbv'"),
-        (Sinusoid, {"shots": 2.5}, r"Sinusoid\(shots\): expected an int of 1 or more, got 2.5"),
-    ],
-)
-def test_construction_errors(family, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        family(**arguments)
