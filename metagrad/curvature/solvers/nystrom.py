@@ -139,32 +139,26 @@ def nystrom(
     check_number("nystrom(..., damping)", damping, 0)
     most = min(LARGEST_RANK, n)
     size = min(FIRST_RANK, most) if rank is None else rank
+    omega = y = torch.zeros(0, n, dtype=operator.dtype, device=operator.device)
     with torch.no_grad():
-        omega, y = _more(operator, None, None, size, generator)
         while True:
+            omega, y = _more(operator, omega, y, size, generator)
             found = _approximation(omega, y)
             is_enough = float(found.eigenvalues[-1]) <= 10 * damping
             if rank is not None or is_enough or len(omega) == most:
                 return found
-            omega, y = _more(operator, omega, y, min(len(omega), most - len(omega)), generator)
+            size = min(len(omega), most - len(omega))
 
 
 def _more(
-    operator: LinearMap,
-    omega: Tensor | None,
-    y: Tensor | None,
-    count: int,
-    generator: torch.Generator | None,
+    operator: LinearMap, omega: Tensor, y: Tensor, count: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Add ``count`` orthonormal test vectors and their products, as rows."""
+    """Add random vectors orthogonal to the rows of omega, and their products."""
     fresh = draw_for(operator, count, "normal", generator)
-    if omega is not None:
-        for _ in range(2):  # two passes are enough (Kahan, Parlett)
-            fresh = fresh - inner(fresh, omega) @ omega
+    for _ in range(2):  # two passes are enough (Kahan, Parlett)
+        fresh = fresh - inner(fresh, omega) @ omega
     fresh = orthonormal(fresh)[0].contiguous()
     products = checked_products("nystrom(operator)", operator, fresh).detach()
-    if omega is None or y is None:
-        return fresh, products
     return torch.cat([omega, fresh]), torch.cat([y, products])
 
 
