@@ -6,8 +6,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_563, "experiments": 10_180, "tests": 28_574}
-FILES = {"metagrad": 24_563, "experiments": 79}
+LINES = {"metagrad": 24_564, "experiments": 10_180, "tests": 28_578}
+FILES = {"metagrad": 260, "experiments": 79}
 
 
 @pytest.mark.parametrize("folder", LINES)

@@ -32,16 +32,22 @@ def _trained() -> None:
     trained.losses.sum().backward()
 
 
+def _influence() -> None:
+    model, batch = torch.nn.Linear(2, 1), (torch.randn(4, 2), torch.randn(4, 1))
+    params = dict(model.named_parameters())
+    metagrad.influence(model, F.mse_loss, params, [batch, batch], batch, damping=0.1)
+
+
+@pytest.mark.parametrize("stream", [_Terminal, io.StringIO])
 @pytest.mark.parametrize(
-    ("stream", "expected"), [(_Terminal, ["training", "reverse pass", "0/4"]), (io.StringIO, [])]
+    ("run", "words"), [(_trained, ["training", "reverse pass", "0/4"]), (_influence, ["influence(", "0/2"])]
 )
-def test_a_training_shows_its_progress_in_a_terminal(monkeypatch, stream, expected):
+def test_progress_is_shown_in_a_terminal_alone(monkeypatch, stream, run, words):
     shown = stream()
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setattr(checks, "_BAR_AFTER", 0.0)
-    _trained()
-    text = shown.getvalue()
-    assert [word for word in ("training", "reverse pass", "0/4") if word in text] == expected
+    run()
+    assert [word for word in words if word in shown.getvalue()] == words * (stream is _Terminal)
 
 
 def test_a_short_computation_shows_nothing(monkeypatch):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metagrad.core import _torch
 from metagrad.core._torch import linalg, named_modules
 from metagrad.core.capture import AutocastState
-from metagrad.core.checks import is_list_or_tuple, refuse
+from metagrad.core.checks import is_list_or_tuple, progress, refuse
 from metagrad.core.tree import Tree, tensors_in, tree_map
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.operator import GraphOperator, Operator
@@ -49,7 +49,7 @@ def each_batch(call: str, data: Batch | Iterable[Batch], device: torch.device) -
     """Yield the batches of data on a device. Raise ``ValueError`` if there are none."""
     is_empty = True
     batches: Any = [data] if is_one_batch(data) else data
-    for batch in batches:
+    for batch in progress(batches, call):
         is_empty = False
         yield tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
     if is_empty:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import from_numpy
+from metagrad.core.checks import progress
 from metagrad.curvature.linear_map import LinearMap, refuse_nonfinite, shaped_products
 from metagrad.curvature.rows import inner, safe_norm
 
@@ -63,7 +64,7 @@ def lanczos(
     basis[:, 0] = starts.detach() / safe_norm(starts).unsqueeze(1)
     projected, scales = np.zeros((count, steps, steps)), np.zeros(count)
     sizes, active, first, matvecs = [steps] * count, list(range(count)), starts, 0
-    for j in range(steps):
+    for j in progress(range(steps), call):
         whole = len(active) == count
         products = shaped_products(call, operator, basis[:, j].clone() if whole else basis[active, j])
         first = first if j else products
