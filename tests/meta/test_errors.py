@@ -99,7 +99,6 @@ def test_arguments_of_maml():
             "loss_fn must be a function or a module, got the class MSELoss": maml(None, nn.MSELoss),
             "loss_fn must be a function, not what it returns, got Tensor": maml(None, torch.ones(())),
             r"steps\): expected an int of 0 or more, got -1": maml(steps=-1),
-            r"steps\): expected an int of 0 or more, got 1.0": maml(steps=1.0),
             "inner: expected a rule, such as .*, got SGD": maml(inner=torch.optim.SGD([torch.ones(1)])),
             r"order\): expected one of 1, 2, got 3": maml(order=3),
             "memory must be .*\"step\".*got 'half'": maml(memory="half"),
@@ -107,9 +106,7 @@ def test_arguments_of_maml():
             r"nonfinite\): expected one of 'raise', 'skip', got 'ignore'": maml(nonfinite="ignore"),
             "compile must be a bool, or a dict of the arguments": maml(compile="whole"),
             r"MAML\(..., truncate\): expected None .* got 0": maml(truncate=0),
-            r"MAML\(..., truncate\): .* got 1.5": maml(truncate=1.5),
             r"MAML\(..., tolerance\): .* 0 or more, got -1.0": maml(tolerance=-1.0),
-            r"MAML\(..., tolerance\): .* got nan": maml(tolerance=float("nan")),
             "'first_order'. Did you mean order=1": maml(first_order=True),
             r"'lr'. Did you mean inner=metagrad.optim.rules.sgd\(lr=": maml(lr=0.1),
             "'chunks'. The options are sparse, task_chunk": maml(chunks=1),
@@ -126,33 +123,20 @@ def test_names_of_parameters():
     assert_named(
         {
             r"'haed\.\*' stands for is no parameter.*'2\.weight'": named(adapt="haed.*"),
-            "'hand' stands for is no parameter": named(adapt=["2", "hand"]),
-            "'!hand' stands for is no parameter": named(adapt="!hand"),
             "does not require grad": named(adapt="0.*"),
             "chooses none of the parameters": named(adapt="!*"),
-            "chooses none of the parameters.*'2.bias'": named(adapt=[]),
-            "chooses none of the parameters.*'2.weight'": named(adapt=lambda name, p: False),
             "the module Linear stands for is no parameter": named(adapt=nn.Linear(4, 3)),
-            "expected None, a name": named(adapt=3),
             "expected None, a name.*a list": named(adapt=[3]),
             r"sparse\): expected a list of parameter names, got the string": maml(table(), sparse="0.weight"),
             r"sparse\): 'item' is not a parameter": maml(table(), sparse=["item"]),
             r"sparse\): '1.bias': expected an embedding table \[V, D\]": maml(table(), sparse=["1.bias"]),
             "'0.weight' does not require grad, so it is not learned": maml(frozen, sparse=["0.weight"]),
-            **{
-                rf"{argument}.*": maml(nn.Sequential(kind(4, 2, **{name: value}), nn.Linear(2, 2)))
-                for kind, (name, value), argument in (
-                    (nn.Embedding, ("sparse", True), r"sparse=True.*Pass sparse=\['0.weight'\]"),
-                    (nn.EmbeddingBag, ("sparse", True), r"sparse=True.*Pass sparse=\['0.weight'\]."),
-                    (nn.Embedding, ("max_norm", 1.0), r"max_norm=1\.0, which writes into the table in place"),
-                    (nn.EmbeddingBag, ("max_norm", 1.0), r"max_norm=1\.0, which writes .* in place"),
-                )
-            },
+            r"sparse=True.*Pass sparse=\['0.weight'\]": maml(nn.Sequential(nn.Embedding(4, 2, sparse=True))),
+            r"max_norm=1\.0, which writes .* in place": maml(
+                nn.Sequential(nn.EmbeddingBag(4, 2, max_norm=1.0))
+            ),
             r"a value for each row of '0.weight'": maml(
                 table(), inner=rules.sgd(lr=ROWS), sparse=["0.weight"]
-            ),
-            r"a value for each row of '0.weight', its shape is \(5, 1\)": maml(
-                table(), inner=rules.sgd(lr=[ROWS, ROWS]), sparse=["0.weight"]
             ),
             r"^MAML.*a value for each row of '0.weight', its shape is \(5, 2\)": of(
                 mg.MetaSGD, table(), sparse=["0.weight"]
@@ -188,8 +172,6 @@ def test_arguments_of_other_algorithms():
     assert_named(
         {
             r"ANIL\(model, ..., head\): expected a module .* got 'head'.* \['0', '2'\]": of(mg.ANIL),
-            r"BOIL\(model, ..., head\): expected a module .* got '1'": of(mg.BOIL, head="1"),
-            "got '0.weight'": of(mg.BOIL, head="0.weight"),
             "got a module Linear": of(mg.ANIL, head=nn.Linear(4, 3)),
             r"ANIL\(..., adapt\): only the head is adapted": of(mg.ANIL, adapt="0"),
             r"BOIL\(..., adapt\): all but the head is adapted": of(mg.BOIL, adapt="0"),
@@ -238,8 +220,6 @@ def test_arguments_of_other_algorithms():
             r"ProtoNet\(model, ...\): model must be a torch.nn.Module": of(mg.ProtoNet, torch.sin),
             "expected one of 'euclidean', 'cosine', got 'l1'": of(mg.ProtoNet, distance="l1"),
             r"ProtoNet\(...\): unexpected keyword argument 'inner'": of(mg.ProtoNet, inner=SGD),
-            r"R2D2\(..., task_chunk\): expected None": of(mg.R2D2, task_chunk=0),
-            r"R2D2\(..., nonfinite\): expected": of(mg.R2D2, nonfinite="no"),
             r"R2D2\(..., penalty\): expected a number above 0": of(mg.R2D2, penalty=0.0),
         }
     )
@@ -279,8 +259,6 @@ def test_batches():
             (X, Y),
             ({"ids": torch.ones(())}, Y),
         ),
-        r"same number of tasks .*query.x\['ids'\]": ((X, Y), ({"ids": X[:2]}, Y)),
-        r"query.x\['ids'\] is empty": ((X, Y), ({"ids": X[:, :0]}, Y)),
         r"query.x holds a Opaque at \[0\]": ((X, Y), ([Opaque()], Y)),
         r"returns \(6, 3\).*targets are \(6, 1\).*broadcast": batch(X, Y[..., :1]),
     }
@@ -343,7 +321,6 @@ def test_losses_and_models(task_chunk):
     assert_named(
         {
             "the loss of a task reads the parameter '0.weight'.* weight_decay": run(own, penalty),
-            "reads the parameter '0.weight'": run(own, penalty, order=1),
             "reads the parameter 'linear.weight'": run(Outside()),
             "depends on none of the parameters": run(Constant(2, 3)),
             "depends on none of the parameters.* detach": run(None, lambda p, y: p.detach().mean()),
@@ -381,7 +358,6 @@ def test_labels(task_chunk):
                 "labels must lie in 0..2.*from 1 to 3": run(LABELS + 1, loss),
                 "labels must lie in 0..2.*from -1 to 1": run(LABELS - 1, loss),
                 "labels must be int64, got torch.int32. Pass y.long()": run(LABELS.int(), loss),
-                "labels must be int64, got torch.float32. Pass y.long()": run(LABELS.float(), loss),
                 r"shape of the predictions, \(6, 3\), as one-hot vectors.* y.argmax\(-1\)": run(hot, loss),
                 r"one class per example, \(6,\) per task, got \(6, 1\)": run(LABELS.unsqueeze(-1), loss),
             }

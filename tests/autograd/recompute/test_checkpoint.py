@@ -154,25 +154,6 @@ def test_a_generator_of_ones_own_is_set_back_for_the_recomputation():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_autocast_is_restored_when_it_is_recomputed():
-    x, w = randn(3, 4).float().detach().requires_grad_(), randn(4, 4).float().detach().requires_grad_()
-    seen = []
-
-    def record(x, w):
-        y = x @ w
-        seen.append(y.dtype)
-        return y.float()
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = mg.checkpoint(record, x, w)
-    y.sum().backward()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = torch.autograd.grad((x @ w).float().sum(), [x, w])
-    assert seen == [torch.bfloat16] * 2
-    assert torch.equal(x.grad, expected[0])
-    assert torch.equal(w.grad, expected[1])
-
-
 @pytest.mark.parametrize("is_leaf", [True, False])
 @pytest.mark.parametrize("is_outside", [True, False])
 def test_under_autocast_a_weight_may_be_used_twice(is_leaf, is_outside):
