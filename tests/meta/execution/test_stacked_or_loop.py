@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metagrad as mg
+from metagrad.meta.objective.vmap import losses_stacked
 from metagrad.tasks import Batch, Examples
 
 TASKS, SHOTS = 3, 4
@@ -35,6 +36,63 @@ def lookups(seed: int) -> Examples:
 
 def sequences(seed: int) -> Examples:
     return Examples(draw(TASKS, SHOTS, 3, 4, seed=seed), draw(TASKS, SHOTS, 3, 4, seed=seed + 1))
+
+
+def grids(seed: int) -> Examples:
+    return Examples(draw(TASKS, SHOTS, 3, 5, seed=seed), draw(TASKS, SHOTS, 3, 2, seed=seed + 1))
+
+
+def classes(seed: int) -> Examples:
+    return Examples(draw(TASKS, SHOTS, 5, seed=seed), torch.arange(SHOTS).repeat(TASKS, 1) % 2)
+
+
+class Doubling(nn.Linear):
+    """A subclass with another forward, which must not be treated as a Linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+
+def changed_layer(change: Callable[[nn.Linear], object]) -> Callable[[], nn.Module]:
+    """Return a function that makes a network of which one layer is changed."""
+
+    def make() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        change(layer)
+        return nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Sequential(layer, nn.Linear(4, 2)))
+
+    return make
+
+
+LAYERS = {
+    "as it is": changed_layer(lambda layer: None),
+    "frozen weight": changed_layer(lambda layer: layer.weight.requires_grad_(False)),
+    "frozen bias": changed_layer(lambda layer: layer.bias.requires_grad_(False)),
+    "without bias": changed_layer(lambda layer: layer.register_parameter("bias", None)),
+    "forward hook": changed_layer(lambda layer: layer.register_forward_hook(lambda module, args, y: 3 * y)),
+    "parametrized": changed_layer(
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+    ),
+    "subclass": lambda: Doubling(5, 2),
+    "norm": lambda: nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 2)),
+}
+FLAT = {
+    "flatten": lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Flatten(), nn.Linear(5, 2)),
+    "prelu": lambda: nn.Sequential(nn.Linear(5, 2), nn.PReLU(2)),
+    "softmax": lambda: nn.Sequential(nn.Linear(5, 2), nn.Softmax(1)),
+}
+LOSSES = {
+    "l1_loss": (F.l1_loss, examples),
+    "MSELoss": (nn.MSELoss(), examples),
+    "cross_entropy": (F.cross_entropy, classes),
+    "label smoothing": (functools.partial(F.cross_entropy, label_smoothing=0.1), classes),
+    "CrossEntropyLoss": (nn.CrossEntropyLoss(), classes),
+}
 
 
 class Calling(nn.Module):
@@ -195,6 +253,9 @@ CASES = {
         r"CountingLoss \(the module itself\) writes its buffer",
         loss_fn=CountingLoss(),
     ),
+    **{name: Case(make) for name, make in (LAYERS | FLAT).items()},
+    **{f"{name}, grids": Case(make, examples=grids) for name, make in LAYERS.items()},
+    **{name: Case(LAYERS["as it is"], None, draws, loss) for name, (loss, draws) in LOSSES.items()},
 }
 SECOND_ORDER_MISSING = {"nn.EmbeddingBag"}
 NOT_REPEATABLE = {"attribute", "list", "loss with a buffer", "buffer written", "state carried on"}
@@ -410,3 +471,11 @@ def test_a_sparse_inner_gradient_says_what_to_do(memory):
     maml = maml_of(Looked(), task_chunk=1, memory=memory)
     with pytest.raises(ValueError, match=r"gradient of 'table' is a sparse tensor.*Pass sparse=\['table'\]"):
         maml(Batch(lookups(0), lookups(2)))
+
+
+def test_cross_entropies_of_many_examples_in_float16():
+    """The sum overflows although the mean does not."""
+    logits = torch.tensor([0.0, 12.0]).half().expand(2, 6000, 2)
+    losses = losses_stacked(F.cross_entropy, logits, torch.zeros(2, 6000, dtype=torch.int64))
+    assert losses.tolist() == [12.0, 12.0]
+    assert losses.dtype == torch.float16
