@@ -90,6 +90,7 @@ LOSSES = {
     "l1_loss": (F.l1_loss, examples),
     "MSELoss": (nn.MSELoss(), examples),
     "cross_entropy": (F.cross_entropy, classes),
+    "partial": (functools.partial(F.cross_entropy), classes),
     "label smoothing": (functools.partial(F.cross_entropy, label_smoothing=0.1), classes),
     "CrossEntropyLoss": (nn.CrossEntropyLoss(), classes),
 }
