@@ -59,7 +59,7 @@ class Symmetric(nn.Module):
 
 
 def changed_layer(change: Callable[[nn.Linear], object]) -> Callable[[], nn.Module]:
-    """Return a function that makes a network of which one layer is changed."""
+    """Return a function for a network with one changed layer."""
 
     def make() -> nn.Module:
         layer = nn.Linear(4, 4)
