@@ -65,13 +65,14 @@ def linear_cross_entropy(
     check_number(f"{call}: label_smoothing", label_smoothing, 0, 1)
     check_count(f"{call}: chunk", chunk)
     _check_shapes(call, hidden, weight, labels, bias)
-    rows, flat, counts = hidden.flatten(0, -2), labels.flatten().long(), (labels != ignore_index).flatten()
+    rows, flat = hidden.flatten(0, -2), labels.flatten().long()
+    counts = flat != ignore_index
     _check_labels(call, flat[counts] if not functorch_is_active() else flat[:0], len(weight))
     most = max(1, chunk // min(_FEWEST_CLASSES, max(len(weight), 1)))
     parts = zip(split(rows, most), split(flat, most), strict=True)
     log_totals, picked = torch.cat([_log_totals(h, weight, y, bias, chunk) for h, y in parts], 1)
     if label_smoothing:
-        means = widened(rows @ weight.sum(0) + (0 if bias is None else bias.sum())) / len(weight)
+        means = widened(rows @ weight.mean(0) + (0 if bias is None else bias.mean()))
         picked = torch.lerp(picked, means, label_smoothing)
     losses = torch.where(counts, log_totals - picked, 0)
     if reduction == "none":
@@ -102,7 +103,7 @@ def attention(
         key: Tensor of shape ``[..., keys, features]``.
         value: Tensor of shape ``[..., keys, outputs]``.
         mask: Tensor that broadcasts to ``[..., queries, keys]``, or None. A boolean mask is True for the keys that a
-            query attends to. Another mask is added to the scores.
+            query attends to. Another mask is added to the scores, and -inf excludes a key.
         is_causal: If True, query i attends to the keys 0 to i.
         scale: Factor of the scores. None is :math:`1 / \sqrt{\text{features}}`.
         chunk: Number of scores that are in memory at a time. The default takes 8 MiB in float32.
@@ -112,6 +113,7 @@ def attention(
 
     Raises:
         ValueError: The shapes do not match.
+        TypeError: ``mask`` has integers.
 
     Example:
         >>> query, key, value = torch.eye(2), torch.eye(2), torch.tensor([[1.0], [3.0]])
@@ -124,17 +126,11 @@ def attention(
     """
     call = "attention(query, key, value, ...)"
     check_count(f"{call}: chunk", chunk)
-    sizes = (query.shape[-1:], key.shape[-2:-1]), (key.shape[-1:], value.shape[-2:-1])
-    if min(query.ndim, key.ndim, value.ndim) < 2 or sizes[0] != sizes[1]:
-        shapes = [tuple(x.shape) for x in (query, key, value)]
-        refuse(
-            call, "shapes [..., queries, features], [..., keys, features] and [..., keys, outputs]", shapes
-        )
-    lead = broadcast_shapes(query.shape[:-2], key.shape[:-2]).numel()
-    size = max(1, chunk // max(1, lead * key.shape[-2]))
+    shape = _shape_of_scores(call, query, key, value, mask)
+    size = max(1, chunk // max(1, shape[:-2].numel() * key.shape[-2]))
     factor = 1 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale
     if mask is not None:
-        mask = mask.expand(broadcast_shapes(mask.shape, (query.shape[-2], key.shape[-2])))
+        mask = mask.expand(*mask.shape[:-2], *shape[-2:])
     outputs: list[Tensor] = []
     first = 0
     for queries in split(query, size, -2):
@@ -162,25 +158,52 @@ def _log_totals(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | N
 
 
 def _part_of_totals(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
-    logits = hidden @ weight.mT if bias is None else hidden @ weight.mT + bias
+    logits = hidden @ weight.mT
+    is_closed = torch.zeros((), dtype=torch.bool, device=hidden.device)
+    if bias is not None:  # logsumexp of nothing but -inf has no derivative
+        is_closed = (bias == -math.inf).all()
+        logits = logits + bias.masked_fill(is_closed, 0)
     logits = widened(logits)
     is_inside = (labels >= 0) & (labels < len(weight))
     own = logits.gather(1, labels.clamp(0, len(weight) - 1).unsqueeze(1)).squeeze(1)
-    return torch.stack([logits.logsumexp(1), torch.where(is_inside, own, 0)])
+    log_total, own = (x.masked_fill(is_closed, -math.inf) for x in (logits.logsumexp(1), own))
+    return torch.stack([log_total, torch.where(is_inside, own, 0)])
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first: int | None) -> Tensor:
     scores = query @ key.mT
     if mask is not None and mask.dtype != torch.bool:
-        scores, mask = scores + mask, None
+        scores, mask = scores + mask, mask > -math.inf
     if first is not None:
         places = [torch.arange(n, device=query.device) for n in scores.shape[-2:]]
         causal = places[0].unsqueeze(1) + first >= places[1]
         mask = causal if mask is None else mask & causal
     if mask is None:
         return scores.softmax(-1) @ value
-    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
-    return (weights * mask.any(-1, keepdim=True)) @ value
+    attends = mask.any(-1, keepdim=True)
+    weights = scores.masked_fill(~mask, -math.inf).masked_fill(~attends, 0).softmax(-1)
+    return (weights * attends).to(value.dtype) @ value
+
+
+def _shape_of_scores(call: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> torch.Size:
+    if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise TypeError(
+            f"{call}: mask must be boolean, or be added to the scores as floating point, got {mask.dtype}. "
+            "Pass mask.bool() if it is 1 for the keys that a query attends to."
+        )
+    masks = [] if mask is None else [mask]
+    sizes = torch.Size((*query.shape[-2:-1], *key.shape[-2:-1]))
+    try:
+        lead = broadcast_shapes(*(x.shape[:-2] for x in (query, key, value, *masks)))
+        fits = all(broadcast_shapes(x.shape[-2:], sizes) == sizes for x in masks)
+    except RuntimeError:
+        lead, fits = torch.Size(), False
+    features = (query.shape[-1:], key.shape[-2:-1]) == (key.shape[-1:], value.shape[-2:-1])
+    if not fits or not features or min(query.ndim, key.ndim, value.ndim) < 2:
+        expected = "shapes [..., queries, features], [..., keys, features] and [..., keys, outputs]"
+        expected += ", and for a mask one that broadcasts to [..., queries, keys]" * len(masks)
+        refuse(call, expected, [tuple(x.shape) for x in (query, key, value, *masks)])
+    return torch.Size((*lead, *sizes))
 
 
 def _check_shapes(call: str, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:

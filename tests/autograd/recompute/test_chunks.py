@@ -144,3 +144,41 @@ def test_tasks_run_in_turn():
         results.append(torch.autograd.grad(out.loss, [body.weight, head.weight]))
     for other in results[1:]:
         torch.testing.assert_close(results[0], other)
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(F64).min])
+@pytest.mark.parametrize("chunk", [1, 2**21])
+def test_a_mask_of_scores_never_opens_a_later_key(lowest, chunk):
+    query, key, value = draw(3, 4), draw(3, 4), draw(3, 2)
+    mask = torch.tensor([lowest, 0.0, 0.0], dtype=F64)
+    out = attention(query, key, value, mask, is_causal=True, chunk=chunk)
+    torch.testing.assert_close(out[0], 0 * value[0] if lowest == -torch.inf else value[0])
+    grads = torch.autograd.grad(out.square().sum(), (query, key, value), create_graph=True)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(sum(g.square().sum() for g in grads), value))
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"), [(torch.ones(3, dtype=torch.int64), TypeError), (torch.ones(2, 3) > 0, ValueError)]
+)
+def test_a_mask_that_does_not_fit_is_named(mask, error):
+    with pytest.raises(error, match=r"attention\(query, key, value, ...\): .*mask"):
+        attention(draw(1, 4), draw(3, 4), draw(3, 2), mask)
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_bias_may_exclude_classes(chunk):
+    hidden, weight, bias = draw(5, 4), draw(7, 4), torch.tensor([-torch.inf] * 3 + [0.0] * 4, dtype=F64)
+    labels = torch.tensor([3, 4, 5, 6, 3])
+    got = linear_cross_entropy(hidden, weight, labels, bias, chunk=chunk)
+    expected = F.cross_entropy(hidden @ weight.T + bias, labels)
+    for _ in range(3):
+        got, expected = (torch.autograd.grad(x, weight, create_graph=True)[0] for x in (got, expected))
+        torch.testing.assert_close(got, expected)
+        got, expected = got.square().sum(), expected.square().sum()
+
+
+def test_neither_bytes_nor_half_precision_wrap():
+    hidden, labels = torch.ones(1, 16).half(), torch.tensor([156], dtype=torch.uint8)
+    weight = torch.full((70_000, 16), 0.1).half()
+    got = linear_cross_entropy(hidden, weight, labels, label_smoothing=0.1)
+    torch.testing.assert_close(got, torch.tensor(70_000.0).log())
