@@ -43,7 +43,7 @@ PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "MALLOC_", "PYTORCH_", "TORCH_"
 
 _COMPILER = "C++ compiler"
 
-TESTED = (2, 14)
+TESTED = (2, 15)
 """Newest minor version of torch that the tests have covered."""
 
 
