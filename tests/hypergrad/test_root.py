@@ -213,3 +213,12 @@ def test_gmres_solves_rows_with_matrices_of_their_own(restart):
         lambda v: v * torch.tensor([1.0, 0.0]), torch.ones(1, 2), tolerance=torch.tensor([1e-6]), max_steps=9
     )
     assert RESULTS[int(singular.status)] is not Result.CONVERGED
+
+
+def test_every_order_of_a_sum_is_that_of_the_closed_form():
+    """No cotangent depends on the root."""
+    theta = torch.tensor([4.0], dtype=F64, requires_grad=True)
+    own, exact = root(lambda x: x * x - theta, torch.ones(1, dtype=F64), order=5, **TIGHT).value, theta.sqrt()
+    for _ in range(5):
+        own, exact = (torch.autograd.grad(y.sum(), theta, create_graph=True)[0] for y in (own, exact))
+        torch.testing.assert_close(own, exact, rtol=1e-10, atol=0)

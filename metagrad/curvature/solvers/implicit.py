@@ -239,7 +239,7 @@ class _Switch(Function):
     @staticmethod
     def backward(ctx, cotangent):
         (switch,) = ctx.saved_tensors
-        return cotangent, torch.zeros_like(switch)
+        return _Switch.apply(cotangent, switch), torch.zeros_like(switch)  # also opens it one order higher
 
     @staticmethod
     def vmap(info, in_dims, u, switch):
