@@ -161,6 +161,7 @@ def test_evaluations_of_a_smooth_training_are_nearly_one():
     assert again.value == found.value
 
 
+@pytest.mark.slow
 def test_the_interval_of_scores_that_predict_nothing_covers_zero():
     training = ridge(steps=2)
     scores = mg.attribute(training(), predictions)

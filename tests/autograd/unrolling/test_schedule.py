@@ -61,7 +61,7 @@ FEW = [{"memory": "log"}, {"memory": "sqrt"}, {"states": 2}, {"states": 3}, {"st
 
 @pytest.mark.parametrize(
     ("given", "steps"),
-    [*((few, steps) for few in FEW for steps in (1, 2, 10, 40)), ({"memory": "log"}, 1000)],
+    [*((few, steps) for few in FEW for steps in (1, 2, 10, 40)), slow({"memory": "log"}, 1000)],
 )
 def test_the_step_is_called_as_often_as_planned(given, steps):
     calls = []

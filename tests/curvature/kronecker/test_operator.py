@@ -190,7 +190,7 @@ def test_sampled_labels_average_to_the_exact_matrix():
         source = torch.Generator().manual_seed(0)
         return kfac(model, F.cross_entropy, params, data, samples=samples, generator=source).to_dense()
 
-    assert error(drawn(750), exact.to_dense()) < 0.1
+    assert error(drawn(200), exact.to_dense()) < 0.2
     assert torch.equal(drawn(5), drawn(5))
 
 

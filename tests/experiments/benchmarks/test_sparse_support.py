@@ -120,11 +120,13 @@ def rows():
         return support.capabilities()
 
 
+@pytest.mark.slow
 def test_ours_is_right_and_sparse_everywhere(rows):
     assert len(rows) == sum(len(operation.layouts) for operation in OPERATIONS)
     assert {row.operation: row.metagrad for row in rows if row.metagrad != ["ok"] * 3} == {}
 
 
+@pytest.mark.slow
 def test_kernels_are_those_that_ran(rows):
     kernels = {row.operation: row.kernel for row in rows}
     assert kernels["A @ x"] == kernels["segment mean"] == "csr"

@@ -10,6 +10,7 @@ import torch
 from experiments.studies import attribution
 from experiments.studies.attribution import AT_MEAN, EXACT, load, study
 from experiments.studies.characters import Examples
+from tests.marks import slow
 
 TINY = (
     "preset=small",
@@ -35,7 +36,7 @@ def images(monkeypatch):
     monkeypatch.setattr(attribution, "load", lambda name, seed: parts)
 
 
-@pytest.mark.parametrize("model", ["mlp", "conv"])
+@pytest.mark.parametrize("model", ["mlp", slow("conv")])
 def test_a_tiny_study_ranks_the_derivative_first(configured, tmp_path, images, model):
     text = study.run(configured(study, *TINY, f"network={model}", "logger=none"), tmp_path)
     assert f"| {AT_MEAN} |" in text
