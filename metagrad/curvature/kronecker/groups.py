@@ -36,7 +36,7 @@ class LayerGroup:
 
     def __init__(self, names: tuple[str, ...], layers: list[Any], sharing: Sharing) -> None:
         self.names, self.layers = names, layers
-        self.calls: list[tuple[Any, Tensor, Any]] = []
+        self.calls: list[tuple[Any, Tensor, int, Any]] = []
         self.block: Any = None
         self._table_size: int = getattr(layers[0], "num_embeddings", 0)
         self._averages = sharing == "reduce" and not self._table_size
@@ -47,12 +47,15 @@ class LayerGroup:
         output = without_base(output)
         if output.requires_grad:
             inputs = args[0] if args else kwargs["input"]
-            self.calls.append((layer, inputs.detach(), get_gradient_edge(output)))
+            self.calls.append((layer, inputs.detach(), inputs._version, get_gradient_edge(output)))
         return output
 
     def inputs(self, evaluation: ModelEvaluation) -> Tensor:
         """Return the inputs of a batch as rows or indices. The first pass adds them to their factor."""
-        parts = [input_rows(layer, value, has_bias=len(self.names) > 1) for layer, value, _ in self.calls]
+        if any(value._version != version for _, value, version, _ in self.calls):
+            call = f"{evaluation.problem.call}: the input of {self.names[0]!r}"
+            refuse(call, "an input that its layer saved unchanged", "a change in place after the call")
+        parts = [input_rows(layer, value, has_bias=len(self.names) > 1) for layer, value, *_ in self.calls]
         rows = self._by_example(evaluation, parts)
         rows = rows.mean(1, keepdim=True) if self._averages else rows
         if self.block is None:
@@ -129,7 +132,8 @@ class Groups:
         members.pop((), None)
         owners, rest = Counter(name for group in members for name in group), dict[str, None]()
         for group, modules in members.items():
-            is_alone = all(owners[name] == 1 for name in group) and len(set(map(type, modules))) == 1
+            kinds = {(type(module), getattr(module, "padding_idx", None)) for module in modules}
+            is_alone = all(owners[name] == 1 for name in group) and len(kinds) == 1
             if is_alone and all(_is_known(module, problem.params[group[0]]) for module in modules):
                 self.layers.append(LayerGroup(group, modules, sharing))
             elif not is_alone or not isinstance(modules[0], _NORMS):
@@ -158,7 +162,8 @@ class Groups:
             for group in self.layers:
                 group.calls.clear()
                 for layer in group.layers:
-                    hooks.callback(layer.register_forward_hook(group.note, with_kwargs=True).remove)
+                    handle = layer.register_forward_hook(group.note, prepend=True, with_kwargs=True)
+                    hooks.callback(handle.remove)
             evaluation = self.problem.evaluate(batch)
         self._check_reached(evaluation)
         uses = Counter(node for n in graph_nodes([evaluation.loss]) for node, _ in n.next_functions)
@@ -186,7 +191,7 @@ class Groups:
         calls = [
             (group, edge)
             for group in self.layers
-            for layer, value, edge in group.calls
+            for layer, value, _, edge in group.calls
             if isinstance(layer, nn.Embedding) or (isinstance(layer, nn.Linear) and value.ndim > 2)
         ]
         size, outputs = evaluation.num_examples, evaluation.outputs
@@ -260,9 +265,13 @@ def _counted(evaluation: ModelEvaluation, rows: Tensor) -> Tensor:
     """Return the rows ``[positions, size]`` of positions or examples that count in the loss."""
     known = evaluation.known
     if known is not None and not bool((known.scale != 0).all()):
+        # A weight for each output has no dimension of data.
+        scale = known.scale + known.output.new_zeros(known.output.shape[:1] + (1,) * (known.output.ndim - 1))
         for shape in (rows.shape[:2], rows.shape[:1]):
-            if known.scale.numel() % math.prod(shape) == 0:
-                return rows[(known.scale != 0).reshape(*shape, -1).any(-1)].reshape(-1, rows.shape[2])
+            count = math.prod(shape)
+            is_own = len(shape) == 1 or count in (scale.numel(), known.num_data) or scale.shape[:2] == shape
+            if is_own and scale.numel() % count == 0:
+                return rows[(scale != 0).reshape(*shape, -1).any(-1)].reshape(-1, rows.shape[2])
     return rows.flatten(0, 1)
 
 

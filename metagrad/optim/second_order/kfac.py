@@ -250,7 +250,7 @@ class KFAC(CurvatureOptimizer):
         for name, layer in self._layers.items():
             hook, weight = LayerHook(weakref.ref(self), name), cast("Any", layer.weight)
             self._handles += [
-                layer.register_forward_hook(hook, with_kwargs=True),
+                layer.register_forward_hook(hook, prepend=True, with_kwargs=True),
                 weight.register_post_accumulate_grad_hook(hook.accumulated),
             ]
         weakref.finalize(self, _remove, self._handles)

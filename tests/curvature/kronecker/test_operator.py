@@ -384,3 +384,37 @@ def test_examples_that_do_not_come_first_are_an_error(kind, positions):
         return
     K = kfac(model, F.cross_entropy, params, (x, y), correct=True, fisher="exact")
     torch.testing.assert_close(K.trace().value, ggn(model, F.cross_entropy, params, (x, y)).trace().detach())
+
+
+def test_weights_of_outputs_and_hooks_of_users_keep_one_layer_exact():
+    model, params = made(lambda: nn.Linear(3, 4, bias=False))
+    nn.init.zeros_(params["0.weight"])
+    model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    weight, batch = drawn(4).relu(), (drawn(2, 3), torch.zeros(2, 4, dtype=F64))
+    assert (weight == 0).any()
+
+    def loss_fn(output, y):
+        return F.binary_cross_entropy_with_logits(output, y, weight=weight)
+
+    K = kfac(model, loss_fn, params, batch, fisher="exact")
+    torch.testing.assert_close(K.to_dense(), ggn(model, loss_fn, params, batch))
+
+
+def test_a_changed_input_and_tables_of_unequal_padding_are_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Embedding(3, 2, padding_idx=0), nn.Embedding(3, 2)
+            self.layer, self.second.weight = nn.Linear(2, 2), self.first.weight
+
+        def forward(self, x):
+            hidden = (self.first(x) + self.second(x)).detach()
+            output = self.layer(hidden)
+            hidden.zero_()
+            return output
+
+    model, batch = Model(), (torch.tensor([0, 1]), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="in place"):
+        kfac(model, F.mse_loss, dict(model.layer.named_parameters(prefix="layer")), batch)
+    with pytest.raises(ValueError, match="first"):
+        kfac(model, F.mse_loss, {"first.weight": model.first.weight}, batch)
