@@ -24,8 +24,8 @@ class TracIn:
     .. math:: -\sum_c \frac{T \eta_c}{C n} \langle \nabla m_j(\theta_c), \nabla \ell_i(\theta_c) \rangle
 
     The checkpoints are evenly spaced, and the last checkpoint is the trained model. :math:`\eta_c` is the learning
-    rate of the functional optimizer if it is a number for each step, and 1 in other cases. It is a method of
-    :func:`~metagrad.attribution.attribute`.
+    rate of the functional optimizer if it is a number for each step, and 1 in other cases. Class weights multiply
+    :math:`\ell_i`. It is a method of :func:`~metagrad.attribution.attribute`.
 
     Attributes:
         checkpoints: Number of checkpoints, C. With 1, the score is the product of gradients at the trained

@@ -37,7 +37,7 @@ def example_gradients(trained: Trained, state: State) -> Iterator[tuple[Tensor, 
     def loss(params: Params, x: Any, y: Any) -> Tensor:
         x, y = (tree_map(lambda t: t.unsqueeze(0), part) for part in (x, y))
         output = training.model.bound(params, state.buffers)(x)
-        return example_losses(training.step.loss_fn, output, y, 1, whole=True).mean()
+        return example_losses(training.step.loss_fn, output, y, 1, whole=None).mean()
 
     params = {name: p.detach() for name, p in state.params.items()}
     for rows in progress(torch.arange(examples.size).split(_BLOCK), "gradients of examples"):

@@ -35,7 +35,7 @@ _CLASSES = (F.cross_entropy, F.nll_loss)
 """The losses that accept class weights and an index of ignored targets."""
 
 
-def example_losses(loss_fn: LossFn, output: Tree, target: Tree, count: int, *, whole: bool) -> Tensor:
+def example_losses(loss_fn: LossFn, output: Tree, target: Tree, count: int, *, whole: bool | None) -> Tensor:
     """Return the losses of the examples of a batch, ``[count]`` or ``[count, ...]``.
 
     Args:
@@ -43,7 +43,8 @@ def example_losses(loss_fn: LossFn, output: Tree, target: Tree, count: int, *, w
         output: Output of the model.
         target: Second argument of the loss.
         count: Number of examples.
-        whole: True if the batch is a whole mini-batch, which ignored targets and class weights require.
+        whole: True if the batch is a whole mini-batch, which ignored targets and class weights require. None leaves
+            these losses as they are with reduction='none'.
 
     Raises:
         ValueError: The loss function returns something else.
@@ -67,7 +68,7 @@ _signature = functools.cache(inspect.signature)
 class _Means(Dispatch):
     """Records the terms of each mean that a loss of torch computes."""
 
-    def __init__(self, *, whole: bool) -> None:
+    def __init__(self, *, whole: bool | None) -> None:
         super().__init__()
         self.whole = whole
         self.elements: dict[int, tuple[Tensor, Tensor]] = {}
@@ -91,7 +92,7 @@ class _Means(Dispatch):
     def _rescaled(self, terms: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Rescale terms if torch divides their sum by a number other than their count."""
         target, weight = arguments["target"], arguments["weight"]
-        if target.is_floating_point():
+        if self.whole is None or target.is_floating_point():
             return terms
         kept = target != arguments["ignore_index"]
         if weight is None and not is_functorch_wrapped(target) and bool(kept.all()):

@@ -289,3 +289,20 @@ def test_after_convergence_influence_is_the_derivative_through_training():
         torch.testing.assert_close(
             mg.attribute(trained, metrics, method).values, expected, rtol=1e-5, atol=1e-8
         )
+
+
+@pytest.mark.parametrize("options", [{"weight": torch.tensor([0.5, 1.0, 4.0]).double()}, {"ignore_index": 0}])
+def test_class_weights_and_ignored_targets_scale_the_gradients_of_examples(options):
+    torch.manual_seed(0)
+    model, batch = nn.Linear(3, 3), (torch.randn(4, 3), torch.tensor([0, 1, 2, 1]))
+
+    def loss_fn(output, y):
+        return F.cross_entropy(output, y, **options)
+
+    trained = mg.Training(model, loss_fn, batch, optimizer=R.sgd(lr=1e-8), batch_size=4, steps=1)()
+    exact, close, trak = (
+        mg.attribute(trained, lambda model: model(torch.ones(1, 3)).square().sum(1), method).values
+        for method in (None, TracIn(1), TRAK(dim=8, damping=1e-2))
+    )
+    torch.testing.assert_close(exact / exact.norm(), close / close.norm(), rtol=1e-5, atol=1e-5)
+    assert trak.isfinite().all()
