@@ -157,7 +157,7 @@ def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterabl
 
     The bar appears only in a terminal, after a few seconds, if tqdm is installed. ``TQDM_DISABLE=1`` hides it.
     """
-    if not sys.stderr.isatty():
+    if not getattr(sys.stderr, "isatty", bool)():  # standard error may be None, or replaced
         return items
     try:
         from tqdm import tqdm

@@ -50,6 +50,11 @@ def test_progress_is_shown_in_a_terminal_alone(monkeypatch, stream, run, words):
     assert [word for word in words if word in shown.getvalue()] == words * (stream is _Terminal)
 
 
+def test_a_process_may_have_no_standard_error(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert list(checks.progress(range(3), "training")) == [0, 1, 2]
+
+
 def test_a_short_computation_shows_nothing(monkeypatch):
     shown = _Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
