@@ -12,6 +12,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from docs._hooks import notebooks
+from docs._hooks.addresses import address
 from docs._hooks.programs import PROGRAM, ROOT, RUN, Shown, programs
 from docs._hooks.results import results
 
@@ -72,6 +73,9 @@ def _notebook(page: str) -> str:
 
 
 def _with_notebook(text: str, page: str) -> str:
-    """Add a link to the notebook below the title."""
+    """Add links to the notebook below the title. The viewer reads it from the site of a release."""
     title, _, rest = text.partition("\n")
-    return f"{title}\n\n[This page as a notebook]({posixpath.basename(_notebook(page))}), with its outputs.\n{rest}"
+    download = f"[This page as a notebook]({posixpath.basename(_notebook(page))})"
+    site = address("Documentation").removeprefix("https://").strip("/")
+    view = f"[open it in nbviewer](https://nbviewer.org/urls/{site}/{_notebook(page)})"
+    return f"{title}\n\n{download}, with its outputs, or {view}.\n{rest}"

@@ -40,7 +40,11 @@ def _influence() -> None:
 
 @pytest.mark.parametrize("stream", [_Terminal, io.StringIO])
 @pytest.mark.parametrize(
-    ("run", "words"), [(_trained, ["training", "reverse pass", "0/4"]), (_influence, ["influence(", "0/2"])]
+    ("run", "words"),
+    [
+        (_trained, ["training", "reverse pass", "0/4"]),
+        (_influence, ["influence(", "0/2", "conjugate gradients"]),
+    ],
 )
 def test_progress_is_shown_in_a_terminal_alone(monkeypatch, stream, run, words):
     shown = stream()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import check_positive
+from metagrad.core import checks
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.iteration import (
@@ -71,7 +71,9 @@ class ConjugateGradients:
         scale, steps, count = torch.zeros_like(rz.detach()), torch.zeros_like(status), 0
         direction = b.new_zeros(()).expand_as(b)  # a stand-in without memory until a direction is found
         models = [_model(x, b, r)]
-        while count < max_steps and bool((status == RUNNING).any()):
+        for _ in checks.progress(range(max_steps), "conjugate gradients"):
+            if not bool((status == RUNNING).any()):
+                break
             q, count = self.products(p, status == RUNNING), count + 1
             status = fill(status, ~is_finite(q), Result.NON_FINITE)
             moves = status == RUNNING
@@ -177,7 +179,7 @@ class CG(Solver):
     progress: float | None = None
 
     def __post_init__(self) -> None:
-        check_positive("CG(progress)", self.progress, optional=True)
+        checks.check_positive("CG(progress)", self.progress, optional=True)
 
     def run(
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
