@@ -10,8 +10,8 @@ import torch
 
 import metagrad as mg
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
-from metagrad.core.structured import arguments, call_on
 from metagrad.core.tree import tree_map
+from metagrad.meta.objective.structured import arguments, call_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable

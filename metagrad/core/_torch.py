@@ -9,7 +9,7 @@ the number of names, and lists the names that the installed torch lacks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -180,7 +180,6 @@ class VmapInfo(Protocol):
 
 linalg: Any = torch.linalg
 from_numpy: Callable[[np.ndarray[Any, Any]], Tensor] = _torch.from_numpy
-at_least_1d: Callable[[Tensor], Tensor] = _torch.atleast_1d
 at_least_2d: Callable[[Tensor], Tensor] = _torch.atleast_2d
 broadcast_shapes: Callable[..., torch.Size] = _torch.broadcast_shapes
 split: Callable[..., tuple[Tensor, ...]] = _torch.split
@@ -197,15 +196,9 @@ def distinct_and_places(values: Tensor) -> tuple[Tensor, Tensor]:
     return _torch.unique(values, return_inverse=True)
 
 
-def backward(
-    tensor: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Tensor | Sequence[Tensor] | None = None,
-) -> None:
+def backward(tensor: Tensor, *args: Any, **options: Any) -> None:
     """Call ``tensor.backward``, which optimizers may override."""
-    tensor.backward(gradient, retain_graph, create_graph, inputs=inputs)
+    tensor.backward(*args, **options)
 
 
 def to_list(tensor: Tensor) -> list[Any]:

@@ -22,7 +22,8 @@ LARGE = 2**14
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 _CONTAINERS = {dict, OrderedDict, list, set}
-_INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
+INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
+"""The attributes of every module."""
 
 
 def check_substitutable(call: str, modules: Iterable[nn.Module]) -> None:
@@ -44,9 +45,8 @@ def check_substitutable(call: str, modules: Iterable[nn.Module]) -> None:
                 f"{call}: {type(module).__name__} is not initialized, since the shapes of its parameters depend on "
                 "the first input. Call the model once on a batch before."
             )
-        if any(map(is_sharded, module._parameters.values())):
-            kind = type(module).__name__
-            refuse_sharded(call, {f"{kind}.{name}": param for name, param in module._parameters.items()})
+        kind = type(module).__name__
+        refuse_sharded(call, {f"{kind}.{name}": param for name, param in module._parameters.items()})
 
 
 def refuse_sharded(call: str, params: Mapping[str, Any]) -> None:
@@ -85,8 +85,6 @@ _UNSHARDED = (
 
 def is_freed(tensor: Tensor) -> bool:
     """Return whether a tensor has elements but an empty storage."""
-    if torch.compiler.is_compiling():
-        return False
     return has_memory(tensor) and tensor.numel() > 0 and not tensor.untyped_storage().size()
 
 
@@ -209,7 +207,7 @@ def _contents(namespace: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Return the namespace of a module and the containers in it, each with a copy."""
     contents: list[tuple[Any, Any]] = [(namespace, namespace.copy())]
     for name, value in namespace.items():
-        if type(value) in _CONTAINERS and name != "_parameters" and (value or name not in _INTERNAL):
+        if type(value) in _CONTAINERS and name != "_parameters" and (value or name not in INTERNAL):
             contents.append((value, value.copy()))
     return contents
 
@@ -227,7 +225,7 @@ def _changed_attribute(now: dict[str, Any], contents: list[tuple[Any, Any]]) -> 
     """Return the name of an attribute that was set or whose container was modified, or None."""
     copies = {id(container): content for container, content in contents}
     before = contents[0][1]
-    for name in (before.keys() | now.keys()) - _INTERNAL:
+    for name in (before.keys() | now.keys()) - INTERNAL:
         if name not in before or name not in now:
             return name
         if not _is_equal(before[name], now[name]):

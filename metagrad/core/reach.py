@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from metagrad.core.modules import INTERNAL
+
 _MOST = 1000  # maximum number of visited objects, and of items per list
-_INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
 _HOLDERS = (list, tuple, dict, types.FunctionType, types.MethodType)
 
 
@@ -136,7 +137,7 @@ class ReachableObjects:
 def _of_module(module: nn.Module) -> Iterator[tuple[Place, object]]:
     yield from _entries(module._parameters)
     for name, value in module.__dict__.items():
-        if name not in _INTERNAL and _may_hold(value):
+        if name not in INTERNAL and _may_hold(value):
             yield Place(module.__dict__, name), value
 
 

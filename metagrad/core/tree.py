@@ -81,14 +81,8 @@ def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in namespace.items() if type(value) in ATOMS}
 
 
-class _Placeholder:
-    """Placeholder for a tensor in a structure."""
-
-    def __repr__(self) -> str:
-        return "<tensor>"
-
-
-_PLACEHOLDER = _Placeholder()
+_PLACEHOLDER = object()
+"""Placeholder for a tensor in a structure."""
 
 
 class _Branch(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from metagrad.core.structured import Nested, arguments, restored
 from metagrad.core.tree import Params, tree_leaves
 from metagrad.meta.objective.norms import Norm
+from metagrad.meta.objective.structured import Nested, arguments, restored
 
 
 @runtime_checkable

@@ -17,7 +17,6 @@ from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import check_choice, check_count, check_function, check_number, is_a
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.reach import Place, placed
-from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import sole_use, tensor_places
 from metagrad.core.tape import is_on_the_tape, is_transformed
 from metagrad.core.tree import LossFn, Params
@@ -28,6 +27,7 @@ from metagrad.meta.execution.tables import AdaptedTables, check_tables
 from metagrad.meta.execution.vectorization import Vectorization
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.objective.norms import OF_STEPS, Norm, NormPass, Norms, PerStepNorms, check_norm
+from metagrad.meta.objective.structured import Nested, restored
 from metagrad.meta.objective.task_loss import TaskLoss, label_bounds
 from metagrad.meta.objective.tasks import (
     BatchLike,

@@ -149,7 +149,6 @@ CALLS = {
     "density": [
         *each(density(MAP), grid=[torch.arange(3), 3.0]),
         *each(density(MAP).grid, num_points=[1]),
-        *each(density(MAP).moment, degree=[-1]),
     ],
     "trace_of(operator, function): ": [
         *each(partial(curvature.trace_of, MAP), function=["sqrt", lambda values: None]),

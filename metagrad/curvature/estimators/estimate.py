@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_SERIES_UP_TO = 200  # degrees of freedom, beyond which the expansion is accurate
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 def student_t(level: float, degrees: int) -> float:
     r"""Return the half-width of the central interval of Student's t distribution with probability ``level``.
 
-    .. math:: P(|T| \le t) = \mathrm{level}
+    .. math:: P(|T| \le \sqrt{\nu} \tan \varphi) \propto \int_0^\varphi \cos^{\nu - 1} x \, dx = \mathrm{level}
 
-    Up to 200 degrees of freedom, the finite trigonometric series of the distribution is inverted by
-    bisection. For more degrees of freedom, the normal quantile is corrected by an expansion in their inverse.
-    The relative error is below 1e-7 for levels up to 0.9999.
+    The integral is a Gauss rule, inverted by bisection. The relative error is below 1e-8 for levels up to 0.9999.
 
     Args:
         level: The probability, between 0 and 1.
-        degrees: Degrees of freedom. The half-width is infinite if there are none.
+        degrees: Degrees of freedom :math:`\nu`. The half-width is infinite if there are none.
 
     Raises:
         ValueError: ``level`` is not between 0 and 1.
@@ -36,45 +34,22 @@ def student_t(level: float, degrees: int) -> float:
         (1.0, 2.228139)
 
     References:
-        Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.3 to 26.7.5.
+        Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.1.
     """
     if not 0 < level < 1:
         raise ValueError(f"interval(level): level must be between 0 and 1, such as 0.95, got {level}.")
     if degrees < 1:
         return math.inf
-    return _bisected(level, degrees) if degrees <= _SERIES_UP_TO else _expanded(level, degrees)
 
+    def integral(angle: float) -> float:
+        return angle * float(_WEIGHTS @ np.cos(angle / 2 * (1 + _NODES)) ** (degrees - 1))
 
-def _bisected(level: float, degrees: int) -> float:
-    low, high = 0.0, math.pi / 2
+    low, high = 0.0, min(math.pi / 2, 10 / math.sqrt(degrees))  # ten standard deviations are all
+    goal = level * integral(high)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if _share(middle, degrees) > level else (middle, high)
+        low, high = (low, middle) if integral(middle) > goal else (middle, high)
     return math.sqrt(degrees) * math.tan((low + high) / 2)
-
-
-def _share(angle: float, degrees: int) -> float:
-    """Return P(|T| <= t) for t = sqrt(degrees) tan(angle)."""
-    odd = degrees % 2
-    square = math.cos(angle) ** 2
-    term = total = math.cos(angle) if odd else 1.0
-    for k in range(2 + odd, degrees - 1, 2):
-        term *= square * (k - 1) / k
-        total += term
-    if not odd:
-        return math.sin(angle) * total
-    return 2 / math.pi * (angle + (math.sin(angle) * total if degrees > 1 else 0.0))
-
-
-def _expanded(level: float, degrees: int) -> float:
-    x, n = NormalDist().inv_cdf((1 + level) / 2), degrees
-    first, second = x**3 + x, 5 * x**5 + 16 * x**3 + 3 * x
-    return (
-        x
-        + first / (4 * n)
-        + second / (96 * n**2)
-        + (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / (384 * n**3)
-    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

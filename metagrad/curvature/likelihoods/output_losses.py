@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
 class OutputLoss(ABC):
     """A loss of one output :math:`z` that is the negative log-likelihood of a predictive distribution.
 
@@ -28,16 +29,16 @@ class OutputLoss(ABC):
 
     output: Tensor
     scale: Tensor
-    count: Tensor | float | None
+    count: Tensor | float | None = field(default=None, kw_only=True)
 
     @property
     def num_data(self) -> int:
         """Number of data in the output: the size of its first dimension."""
         return len(self.output) if self.output.ndim else 1
 
-    @abstractmethod
     def hessian_product(self, vectors: Tensor) -> Tensor:
-        r"""Multiply by :math:`H_L = \nabla^2_z L`."""
+        r"""Multiply by :math:`H_L = \nabla^2_z L`, which is :math:`F_L` for most losses."""
+        return self.fisher_product(vectors)
 
     @abstractmethod
     def fisher_product(self, vectors: Tensor) -> Tensor:
@@ -57,16 +58,7 @@ class OutputLoss(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class _ClosedForm(OutputLoss):
-    """A loss whose attributes are its arguments."""
-
-    output: Tensor
-    scale: Tensor
-    count: Tensor | float | None = field(default=None, kw_only=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Categorical(_ClosedForm):
+class Categorical(OutputLoss):
     r"""Cross-entropy of logits: :math:`\ell = -\log p_y` with :math:`p = \mathrm{softmax}(z)`.
 
     .. math:: H_L = F_L = s\, (\mathrm{diag}(p) - p p^\top)
@@ -102,14 +94,10 @@ class Categorical(_ClosedForm):
         """The dimension of classes, counted from the end because vectors have more dimensions in front."""
         return -1 if self.output.ndim == 1 else 1 - self.output.ndim
 
-    def hessian_product(self, vectors: Tensor) -> Tensor:
-        """Multiply by the Hessian."""
-        weighted = self.probabilities * vectors
-        return self.scale * (weighted - self.probabilities * weighted.sum(self._dim, keepdim=True))
-
     def fisher_product(self, vectors: Tensor) -> Tensor:
         """Multiply by the Fisher matrix, which equals the Hessian."""
-        return self.hessian_product(vectors)
+        weighted = self.probabilities * vectors
+        return self.scale * (weighted - self.probabilities * weighted.sum(self._dim, keepdim=True))
 
     def root_column(self, unit: Tensor) -> Tensor:
         """Return the gradient for one class, times the root of its probability."""
@@ -124,19 +112,12 @@ class Categorical(_ClosedForm):
         return self.scale.sqrt() * (self.probabilities - label)
 
 
-class _Elementwise(_ClosedForm):
+class _Elementwise(OutputLoss):
     """A loss whose outputs are independent of each other."""
 
     @abstractmethod
     def _information(self) -> Tensor:
         """Return the Fisher information of each output, without its weight."""
-
-    def _curvature(self) -> Tensor:
-        return self._information()
-
-    def hessian_product(self, vectors: Tensor) -> Tensor:
-        """Multiply by the Hessian, a diagonal matrix."""
-        return self.scale * self._curvature() * vectors
 
     def fisher_product(self, vectors: Tensor) -> Tensor:
         """Multiply by the Fisher matrix, a diagonal matrix."""
@@ -220,9 +201,10 @@ class BernoulliProbability(_Elementwise):
 
     target: Tensor
 
-    def _curvature(self) -> Tensor:
+    def hessian_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Hessian, a diagonal matrix."""
         p, q = self._clamped()
-        return self.target / p**2 + (1 - self.target) / q**2
+        return self.scale * (self.target / p**2 + (1 - self.target) / q**2) * vectors
 
     def _information(self) -> Tensor:
         p, q = self._clamped()

@@ -129,16 +129,13 @@ def _cross_entropy(arguments: _Arguments) -> OutputLoss | None:
     if target.is_floating_point():
         smooth = (1 - smoothing) * target + smoothing / logits.shape[dim]
         scale = (smooth.movedim(dim, -1) * weight).sum(-1)
-        return _categorical(logits, scale, scale.numel(), arguments)
-    kept = target != arguments["ignore_index"]
-    chosen = weight[target.where(kept, 0)] * kept
-    count = kept.sum() if arguments["weight"] is None else chosen.sum()
-    scale = (1 - smoothing) * chosen + smoothing * weight.mean() * kept
-    return _categorical(logits, scale, count, arguments)
-
-
-def _categorical(logits: Tensor, scale: Tensor, count: Tensor | float, arguments: _Arguments) -> OutputLoss:
-    scale = scale.unsqueeze(min(logits.ndim - 1, 1))
+        count = scale.numel()
+    else:
+        kept = target != arguments["ignore_index"]
+        chosen = weight[target.where(kept, 0)] * kept
+        count = kept.sum() if arguments["weight"] is None else chosen.sum()
+        scale = (1 - smoothing) * chosen + smoothing * weight.mean() * kept
+    scale = scale.unsqueeze(dim)
     if arguments["reduction"] == "mean":
         return Categorical(logits, scale / count, count=count)
     return Categorical(logits, scale)

@@ -108,11 +108,6 @@ class BatchedOperator(Operator):
         part.space, part._pairs, part._operator_for = block, [], operator_for
         return part
 
-    def evaluate(self) -> tuple[Tensor, Tensor]:
-        """Return the loss of all data and its flat gradient, from one pass."""
-        loss, gradient = self._sum(lambda operator: [operator.loss, operator.gradient])
-        return loss, gradient
-
     def probe(self) -> list[Tensor]:
         """Return the loss, its gradient and the product with a fixed vector, from one pass."""
         generator = torch.Generator().manual_seed(0)

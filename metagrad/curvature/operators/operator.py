@@ -113,9 +113,7 @@ class Operator:
         return self._products(v.unsqueeze(0)).squeeze(0)
 
     @overload
-    def __matmul__(self, vectors: Tensor) -> Tensor: ...
-    @overload
-    def __matmul__(self, vectors: SparseTensor) -> Tensor: ...
+    def __matmul__(self, vectors: Tensor | SparseTensor) -> Tensor: ...
     @overload
     def __matmul__(self, vectors: Vectors) -> dict[str, Tensor | SparseTensor]: ...
 
@@ -200,13 +198,9 @@ class Operator:
     def __truediv__(self, divisor: float | Tensor) -> Operator:
         return self * (1 / divisor)
 
-    def identity(self) -> Operator:
-        """Return the identity on the same parameters."""
-        return Identity(self.space)
-
     def damped(self, delta: float | Tensor) -> Operator:
         """Return ``H + delta I``. ``delta`` may be a tensor with one element that requires grad."""
-        return self + self.identity() * delta
+        return self + Identity(self.space) * delta
 
     def preconditioned(self, root: Rows | Tensor | Vectors) -> Operator:
         r"""Return :math:`R H R`, with the eigenvalues of :math:`P^{-1} H` for a preconditioner :math:`P = R^{-2}`.

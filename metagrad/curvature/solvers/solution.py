@@ -7,8 +7,6 @@ from enum import Enum
 
 from torch import Tensor
 
-from metagrad.core._torch import at_least_1d
-
 
 class Result(Enum):
     """How a solve ended. The value of each member is a sentence for the user.
@@ -121,8 +119,8 @@ def raise_failure(call: str, stats: Stats) -> None:
     """Raise ``SolveError`` for the first failure among the right-hand sides, if there is one."""
     for index, result in enumerate(stats.results):
         if not result.is_success:
-            steps = int(at_least_1d(stats.steps)[index])
-            residual = float(at_least_1d(stats.residual_norms)[index])
+            steps = int(stats.steps.reshape(-1)[index])
+            residual = float(stats.residual_norms.reshape(-1)[index])
             raise SolveError(
                 f"{call}: right-hand side {index} of {len(stats.results)}, after {steps} steps with a residual of "
                 f"norm {residual:.3g}: {result.value}"

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from metagrad.core._torch import to_list
 from metagrad.core.checks import check_choice
 from metagrad.core.reach import placed
-from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import sole_use, tensor_places
 from metagrad.core.tree import LossFn, Params, widened
 from metagrad.meta.algorithm import AdaptedModel, MetaOutput
@@ -22,6 +21,7 @@ from metagrad.meta.execution.vectorization import Vectorization
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, phase
 from metagrad.meta.maml import check_arguments
 from metagrad.meta.objective.norms import Norm, NormPass, Norms, check_norm
+from metagrad.meta.objective.structured import Nested, restored
 from metagrad.meta.objective.task_loss import LabelBounds, TaskLoss, ignored_label
 from metagrad.meta.objective.tasks import (
     BatchLike,

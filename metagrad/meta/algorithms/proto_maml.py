@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from metagrad.core._torch import named_modules
 from metagrad.core.checks import is_a
-from metagrad.core.structured import Nested, call_on
 from metagrad.core.tree import LossFn, Params, widened
 from metagrad.meta.algorithms.heads import read_classes
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
+from metagrad.meta.objective.structured import Nested, call_on
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import substituted, values_for, vmapped
 from metagrad.optim.rules import Rule

@@ -22,11 +22,11 @@ from metagrad.core import _torch
 from metagrad.core._torch import named_modules
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleSnapshot
-from metagrad.core.structured import Nested, call_on, restored, structured
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import detached, dissect, tensors_in, tree_leaves, tree_map
 from metagrad.meta.checks.report import ModuleFinding, Status
+from metagrad.meta.objective.structured import Nested, call_on, restored, structured
 from metagrad.meta.objective.task_loss import TaskLoss
 
 LOSS = "loss_fn(...)"

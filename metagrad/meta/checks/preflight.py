@@ -17,7 +17,6 @@ from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_choice, check_count, check_type, dtypes_explained
 from metagrad.core.modules import ModuleSnapshot, check_substitutable
 from metagrad.core.norms import unfused_attention
-from metagrad.core.structured import structured
 from metagrad.core.tree import LossFn
 from metagrad.memory.tracker import MemoryTracker
 from metagrad.meta.algorithm import Algorithm, MetaOutput
@@ -30,6 +29,7 @@ from metagrad.meta.checks.derivatives import (
 )
 from metagrad.meta.checks.report import MemoryCost, ModuleFinding, Preflight
 from metagrad.meta.maml import MAML
+from metagrad.meta.objective.structured import structured
 from metagrad.meta.objective.tasks import BatchLike, read_batch, read_examples
 from metagrad.optim import rules
 from metagrad.optim.rules import Rule

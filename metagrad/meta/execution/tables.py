@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core._torch import named_modules
-from metagrad.core.structured import Nested, call_on
 from metagrad.core.tree import Params, tree_map
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.objective.norms import NormPass
+from metagrad.meta.objective.structured import Nested, call_on
 from metagrad.meta.objective.tasks import num_tasks
 from metagrad.meta.objective.vmap import call_with
 from metagrad.optim.hyperparameters import values_in

@@ -18,7 +18,6 @@ from metagrad.autograd.unrolling.steps import Arguments
 from metagrad.autograd.unrolling.unroll import run_loop
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.norms import composite_norms
-from metagrad.core.structured import Nested, Structured
 from metagrad.core.tree import (
     Params,
     Tree,
@@ -31,6 +30,7 @@ from metagrad.core.tree import (
 )
 from metagrad.memory.tracker import current, phase
 from metagrad.meta.objective.norms import normalised
+from metagrad.meta.objective.structured import Nested, Structured
 from metagrad.meta.objective.task_loss import Loss, TaskLoss
 from metagrad.meta.objective.tasks import Tasks, num_tasks, task_squares, with_task_axis
 from metagrad.optim.rules import Rule, with_batch_ndim

@@ -21,8 +21,8 @@ from metagrad.core._torch import at_least_2d, named_modules
 from metagrad.core.checks import check_choice
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.reach import Place, placed
-from metagrad.core.structured import Nested
 from metagrad.core.tree import tree_map, widened
+from metagrad.meta.objective.structured import Nested
 
 Norm = Literal["transductive", "support", "running", "per_step", "per_step_transductive"]
 """The policies, see :class:`metagrad.MAML`."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from metagrad.core import _torch
 from metagrad.core._torch import named_modules
 from metagrad.core.checks import refuse
-from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import LossFn, Params, tree_map
 from metagrad.meta.objective.norms import NormPass
+from metagrad.meta.objective.structured import Nested, restored, structured
 from metagrad.meta.objective.tasks import num_tasks, stacked
 from metagrad.meta.objective.vmap import (
     RESULT,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from metagrad.core.structured import Nested, Structured, arguments
 from metagrad.core.tree import Params, tree_flatten, tree_leaves, tree_map, tree_unflatten, widened
+from metagrad.meta.objective.structured import Nested, Structured, arguments
 
 ExamplesLike: TypeAlias = Any
 """Inputs and targets ``x`` and ``y`` with a task axis: attributes, the keys of a dict, or a pair."""

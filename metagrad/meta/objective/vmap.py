@@ -27,10 +27,10 @@ from metagrad.core import _torch
 from metagrad.core._torch import has_hooks
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import unfused_attention
-from metagrad.core.structured import Nested, Structured, call_on, restored, structured
 from metagrad.core.substitution import copied, replaced
 from metagrad.core.tree import Params, widened
 from metagrad.meta.objective.norms import Moments, NormCalls, NormPass
+from metagrad.meta.objective.structured import Nested, Structured, call_on, restored, structured
 from metagrad.sparse.tables.table_proxy import LocalRows, SharedTable
 
 T = TypeVar("T")

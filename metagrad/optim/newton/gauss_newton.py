@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -154,7 +155,9 @@ class GaussNewton(NewtonCG):
             return loss_fn(output)
         own, count = output.view_as(output), len(self._noted)  # a view, which has its own node in the graph
         value = loss_fn(own)
-        self._noted[count:] = RecordedLoss.of(value, CustomOutputLoss(loss_fn, own))  # none from loss_fn
+        self._noted[count:] = RecordedLoss.of(
+            value, CustomOutputLoss(own, own.new_ones(()), loss_fn)
+        )  # none from loss_fn
         return value
 
     def residuals(
@@ -343,33 +346,31 @@ class DenseRun(NamedTuple):
     solves: int
 
 
+@dataclass(frozen=True, eq=False)
 class CustomOutputLoss(OutputLoss):
     r"""A loss of an output :math:`z`, given as a function. Each product with its Hessian differentiates it.
 
     Its likelihood is unknown, so there is no Fisher matrix.
 
     Args:
-        loss_fn: Function of an output to a loss of one element.
         output: :math:`z`, on the autograd graph of the model.
+        scale: One.
+        loss_fn: Function of an output to a loss of one element.
 
     Example:
         >>> from metagrad.optim.newton.gauss_newton import CustomOutputLoss
-        >>> loss = CustomOutputLoss(lambda z: (z**3).sum(), torch.tensor([1.0, 2.0]))
+        >>> loss = CustomOutputLoss(torch.tensor([1.0, 2.0]), torch.ones(()), lambda z: (z**3).sum())
         >>> loss.hessian_product(torch.ones(2))
         tensor([ 6., 12.])
     """
 
-    def __init__(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> None:
-        self._loss_fn = loss_fn
-        self.output = output
-        self.scale = output.new_ones(())
-        self.count = None
+    loss_fn: Callable[[Tensor], Tensor]
 
     def hessian_product(self, vectors: Tensor) -> Tensor:
         """Multiply by the Hessian."""
         with torch.enable_grad():
             z = self.output.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self._loss_fn(z), z, create_graph=True)
+            (gradient,) = torch.autograd.grad(self.loss_fn(z), z, create_graph=True)
             (product,) = graph_vjp([gradient], [z], [vectors])
         return torch.zeros_like(z) if product is None else product
 

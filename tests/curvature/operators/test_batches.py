@@ -54,7 +54,7 @@ def test_unequal_batches_are_exact():
                 make(model, loss_fn, params, cut(x, y, 4, 1, 2), reduction=reduction) as parts,
             ):
                 torch.testing.assert_close(parts.to_dense(), whole.to_dense())
-                loss, gradient = parts.evaluate()
+                loss, gradient, _ = parts.probe()
                 torch.testing.assert_close(loss, whole.loss.reshape(()))
                 torch.testing.assert_close(gradient, whole.gradient)
                 torch.testing.assert_close(parts["2.weight"].to_dense(), whole["2.weight"].to_dense())
@@ -75,7 +75,7 @@ def test_known_losses_say_themselves_what_their_mean_is_over():
                 make(model, loss_fn, params, cut(x, y, 5, 7)) as parts,
             ):
                 torch.testing.assert_close(parts.to_dense(), whole.to_dense())
-                torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
+                torch.testing.assert_close(parts.probe()[1], whole.gradient)
 
 
 def test_a_batch_of_ignored_labels_counts_for_nothing():
@@ -87,7 +87,7 @@ def test_a_batch_of_ignored_labels_counts_for_nothing():
             make(model, nn.CrossEntropyLoss(), params, cut(x, y, 5, 7)) as parts,
         ):
             torch.testing.assert_close(parts.to_dense(), whole.to_dense())
-            torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
+            torch.testing.assert_close(parts.probe()[1], whole.gradient)
         y[:] = -100
         with pytest.raises(ValueError, match="no batch has data that count"):
             make(model, nn.CrossEntropyLoss(), params, cut(x, y, 5, 7)).to_dense()
