@@ -155,9 +155,8 @@ class GaussNewton(NewtonCG):
             return loss_fn(output)
         own, count = output.view_as(output), len(self._noted)  # a view, which has its own node in the graph
         value = loss_fn(own)
-        self._noted[count:] = RecordedLoss.of(
-            value, CustomOutputLoss(own, own.new_ones(()), loss_fn)
-        )  # none from loss_fn
+        known = CustomOutputLoss(own, own.new_ones(()), loss_fn)
+        self._noted[count:] = RecordedLoss.of(value, known)  # none from loss_fn
         return value
 
     def residuals(
