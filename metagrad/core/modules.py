@@ -85,8 +85,6 @@ _UNSHARDED = (
 
 def is_freed(tensor: Tensor) -> bool:
     """Return whether a tensor has elements but an empty storage."""
-    if torch.compiler.is_compiling():  # torch 2.11 cannot trace the size of a storage
-        return False
     return has_memory(tensor) and tensor.numel() > 0 and not tensor.untyped_storage().size()
 
 
