@@ -132,7 +132,7 @@ CALLS = {
     ],
     "trace(operator, ...": [
         *each(on(curvature.trace), map=MAPS, method=["hutch", ["hutchinson"]], probes=[0, 2.5], rtol=[0, "1 %"]),
-        *each(on(curvature.trace), distribution=["gauss"], generator=[0]),
+        *each(on(curvature.trace), generator=[0]),
         *each(partial(on(curvature.trace), method="hutchinson"), chunk=["all"]),
         *each(partial(on(curvature.trace), method="xtrace"), probes=[1], map=HALF),
         *each(partial(on(curvature.trace), method="hutch++"), probes=[2], map=HALF),
@@ -152,7 +152,7 @@ CALLS = {
     ],
     "trace_of(operator, function): ": [
         *each(partial(curvature.trace_of, MAP), function=["sqrt", lambda values: None]),
-        *each(on(curvature.trace_of, torch.sqrt), map=MAPS, steps=[0], rtol=[0.0], distribution=["cauchy"]),
+        *each(on(curvature.trace_of, torch.sqrt), map=MAPS, steps=[0], rtol=[0.0], generator=[0]),
     ],
     "log_determinant(operator): ": each(on(curvature.log_determinant), map=MAPS, damping=[-1, NAN, "a"], steps=[0]),
     "nystrom(": each(on(nystrom), map=MAPS + HALF, rank=[0, 9, "a"], damping=[-1.0]),

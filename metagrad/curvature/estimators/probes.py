@@ -64,7 +64,8 @@ def sample_probes(
         Girard, Numer. Math. 56, 1989, for normal probes; Hutchinson, Commun. Stat. Simul. 18(3), 1989, for signs;
         Epperly, Tropp, Webber, "XTrace", SIAM J. Matrix Anal. Appl. 45(1), 2024, for the sphere.
     """
-    check_drawing("sample_probes(...)", distribution, generator)
+    check_choice("sample_probes(...): distribution", distribution, Distribution)
+    check_type("sample_probes(...): generator", generator, torch.Generator, optional=True)
     check_count("sample_probes(count, n): count", count)
     check_count("sample_probes(count, n): n", n, 0)
     if not dtype.is_floating_point:
@@ -83,12 +84,6 @@ def draw_for(
     dtype, device = operator.dtype, operator.device
     n = operator.shape[0]
     return sample_probes(count, n, distribution=distribution, dtype=dtype, device=device, generator=generator)
-
-
-def check_drawing(call: str, distribution: str, generator: object) -> None:
-    """Raise unless the arguments for random probes are valid."""
-    check_choice(f"{call}: distribution", distribution, Distribution)
-    check_type(f"{call}: generator", generator, torch.Generator, optional=True)
 
 
 def piece_sizes(operator: object, count: int, rows: int) -> Iterator[int]:

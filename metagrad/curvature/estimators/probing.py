@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_count, check_positive
+from metagrad.core.checks import check_count, check_positive, check_type
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import (
     Distribution,
-    check_drawing,
     draw_for,
     piece_sizes,
     rows_in_chunk,
@@ -48,7 +47,7 @@ class ProbeSampler:
         budget: int = MOST_PROBES,
         rtol: float | None = None,
     ) -> None:
-        check_drawing(call, distribution, generator)
+        check_type(f"{call}: generator", generator, torch.Generator, optional=True)
         self.call = call
         self.operator = operator
         self.n: int = checked_size(call, operator)
@@ -96,7 +95,7 @@ class Estimator(Protocol):
     least: ClassVar[int] = 1
     """Minimum number of products."""
     has_subspace: ClassVar[bool] = True
-    """Whether probes are projected, so that the sphere is the default distribution."""
+    """Whether probes are projected, so that they are drawn on the sphere."""
 
     def extend(self, products: int) -> None:
         """Spend ``products`` more products, or fewer if further products add no information."""

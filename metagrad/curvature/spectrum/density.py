@@ -11,7 +11,6 @@ from torch import Tensor
 from metagrad.core._torch import to_list
 from metagrad.core.checks import check_count, check_positive, is_a
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
-from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.spectrum.quadrature import check_quadrature, gauss_rule, krylov_spaces
 
@@ -110,7 +109,6 @@ def spectral_density(
     steps: int = 64,
     probes: int = 8,
     sigma: float | None = None,
-    distribution: Distribution = "rademacher",
     generator: torch.Generator | None = None,
     chunk: str | int | float = "64MiB",
 ) -> Density:
@@ -128,9 +126,7 @@ def spectral_density(
         probes: Number of probes.
         sigma: Standard deviation of the Gaussian at each node, in units of eigenvalues. The default is 1 / 200 of the
             range of the nodes.
-        distribution: Distribution of the probes, see :func:`metagrad.curvature.sample_probes`. Probes are normalized,
-            so "normal" and "sphere" are equivalent.
-        generator: Draws the probes.
+        generator: Draws the probes, signs.
         chunk: Bytes for the bases of probes that are treated together, at least one basis of steps * n elements.
 
     Returns:
@@ -161,13 +157,13 @@ def spectral_density(
         Krishnan, Xiao, "An investigation into neural net optimization via Hessian eigenvalue density", ICML 2019;
         Ubaru, Chen, Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature", 2017.
     """
-    check_quadrature(_CALL, probes, steps, distribution, generator)
+    check_quadrature(_CALL, probes, steps, generator)
     check_positive(f"{_CALL}: sigma", sigma, optional=True)
     nodes: list[Tensor] = []
     weights: list[Tensor] = []
     matvecs = 0
     for _, state in krylov_spaces(
-        operator, probes, steps=steps, distribution=distribution, generator=generator, chunk=chunk, call=_CALL
+        operator, probes, steps=steps, generator=generator, chunk=chunk, call=_CALL
     ):  # fmt: skip
         rules = [gauss_rule(state, start) for start in range(len(state.sizes))]
         nodes += [_padded(rule.nodes, state.basis.shape[1], float(rule.nodes[0])) for rule in rules]

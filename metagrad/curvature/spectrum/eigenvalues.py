@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import check_choice, check_count, check_number
-from metagrad.curvature.estimators.probes import check_drawing
+from metagrad.core.checks import check_choice, check_count, check_number, check_type
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
 from metagrad.curvature.rows import inner, safe_norm
 from metagrad.curvature.spectrum.first_order import first_order
@@ -132,7 +131,7 @@ def eigenvalues(
         eigenvalues and eigenvectors", 1985.
     """
     n = checked_size(_CALL, operator)
-    check_drawing(_CALL, "normal", generator)
+    check_type(f"{_CALL}: generator", generator, torch.Generator, optional=True)
     check_count(f"{_CALL}: k", k)
     if k > n:
         raise ValueError(f"{_CALL}: the operator is {n} x {n}, so k must be from 1 to {n}, got {k}.")

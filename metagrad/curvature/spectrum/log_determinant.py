@@ -29,7 +29,7 @@ def log_determinant(operator: LinearMap, *, damping: float = 0.0, **options: Any
         operator: A symmetric map of n-vectors.
         damping: :math:`\delta \ge 0`, added to every eigenvalue. It costs nothing, because Krylov spaces do not
             change.
-        **options: ``steps``, ``probes``, ``rtol``, ``distribution``, ``generator`` and ``chunk`` as for
+        **options: ``steps``, ``probes``, ``rtol``, ``generator`` and ``chunk`` as for
             :func:`metagrad.curvature.trace_of`.
 
     Returns:

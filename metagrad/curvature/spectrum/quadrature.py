@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_count, check_function, check_positive, is_a, refuse
+from metagrad.core.checks import check_count, check_function, check_positive, check_type, is_a, refuse
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
-from metagrad.curvature.estimators.probes import (
-    Distribution,
-    check_drawing,
-    draw_for,
-    piece_sizes,
-    rows_in_chunk,
-)
+from metagrad.curvature.estimators.probes import draw_for, piece_sizes, rows_in_chunk
 from metagrad.curvature.estimators.probing import is_tight
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.rows import dot
@@ -88,7 +82,6 @@ def krylov_spaces(
     count: int,
     *,
     steps: int,
-    distribution: Distribution,
     generator: torch.Generator | None,
     chunk: str | int | float,
     call: str,
@@ -97,15 +90,15 @@ def krylov_spaces(
     n = checked_size(call, operator)
     rows = rows_in_chunk(call, chunk, n * max(1, min(steps, n)), operator.dtype)
     for size in piece_sizes(operator, count, rows):
-        probes = draw_for(operator, size, distribution, generator)
+        probes = draw_for(operator, size, "rademacher", generator)
         yield probes, lanczos(operator, probes, steps=steps, call=call)
 
 
-def check_quadrature(call: str, probes: int, steps: int, distribution: str, generator: object) -> None:
+def check_quadrature(call: str, probes: int, steps: int, generator: object) -> None:
     """Raise unless the arguments of a quadrature are valid."""
     check_count(f"{call}: probes", probes)
     check_count(f"{call}: steps", steps)
-    check_drawing(call, distribution, generator)
+    check_type(f"{call}: generator", generator, torch.Generator, optional=True)
 
 
 def trace_of(
@@ -115,7 +108,6 @@ def trace_of(
     steps: int = 50,
     probes: int | None = None,
     rtol: float | None = None,
-    distribution: Distribution = "rademacher",
     generator: torch.Generator | None = None,
     chunk: str | int | float = "64MiB",
     call: str = "trace_of(operator, function)",
@@ -142,8 +134,7 @@ def trace_of(
         steps: Number of products for each probe, at most n.
         probes: Number of probes, 16 by default. With ``rtol`` it is a maximum, 256 by default.
         rtol: Stop if half the 95 % interval is at most ``rtol`` times the value. Checked after 4 probes, 8, 16, ...
-        distribution: Distribution of the probes, see :func:`metagrad.curvature.sample_probes`.
-        generator: Draws the probes.
+        generator: Draws the probes, signs.
         chunk: Bytes for the bases of probes that are treated together, at least one basis of steps * n elements.
         call: Name of the caller in errors.
 
@@ -171,14 +162,14 @@ def trace_of(
         Appl. 38, 2017; Gardner, Pleiss, Bindel, Weinberger, Wilson, "GPyTorch", NeurIPS 2018 (the derivative).
     """
     probes = (16 if rtol is None else 256) if probes is None else probes
-    check_quadrature(call, probes, steps, distribution, generator)
+    check_quadrature(call, probes, steps, generator)
     check_positive(f"{call}: rtol", rtol, optional=True)
     check_function(call, "function", function)
     samples: list[Tensor] = []
     estimate, matvecs = None, 0
     for count in _rounds(probes, rtol):
         for starts, state in krylov_spaces(
-            operator, count, steps=steps, distribution=distribution, generator=generator, chunk=chunk, call=call
+            operator, count, steps=steps, generator=generator, chunk=chunk, call=call
         ):  # fmt: skip
             samples.append(_samples(starts, state, function, call))
             matvecs += state.matvecs
