@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from metagrad.optim.transforms.chain import check_rule
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 CALL = "bilevel(outer_loss, inner_loss, params, hyper)"
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 OptimizerLike: TypeAlias = "Rule | Callable[[list[Tensor]], torch.optim.Optimizer]"
 """A rule of :mod:`metagrad.optim.rules`, or a function from a list of tensors to a ``torch.optim`` optimizer."""
@@ -135,7 +132,17 @@ def bilevel(
         check_function(CALL, "callback", callback)
     method = checked(CG() if method is None else method)
     streams = [None if batches is None else _cycled(batches) for batches in (outer_batches, inner_batches)]
-    begin = _beginning(params, warm_start)
+    draws = callable(params) and not hasattr(params, "items")  # a ParameterDict has both
+    if draws and warm_start:
+        raise ValueError(
+            f"{CALL}: a function as params starts again at each outer step, and a warm start continues from the last "
+            "one. Pass warm_start=False, or the parameters themselves."
+        )
+
+    def begin(step: int) -> Parameters:
+        given: Any = params
+        return given(step) if draws else given
+
     first = Problem(outer_loss, inner_loss, begin(0), hyper)
     lower = _Level("inner", inner, first.variables())
     names = leaf_names(hyper, "hyper")
@@ -167,25 +174,6 @@ def bilevel(
     return BilevelResult(last.params, last.hyper, torch.stack(outer_losses), torch.stack(inner_losses))
 
 
-def _beginning(
-    params: Parameters | Callable[[int], Parameters], warm_start: bool
-) -> Callable[[int], Parameters]:
-    """Return parameters as a function of the outer step."""
-    if _are_values(params):
-        fixed: Parameters = params
-        return lambda step: fixed
-    if warm_start:
-        raise ValueError(
-            f"{CALL}: a function as params starts again at each outer step, and a warm start continues from the last "
-            "one. Pass warm_start=False, or the parameters themselves."
-        )
-    return params
-
-
-def _are_values(params: Parameters | Callable[[int], Parameters]) -> TypeIs[Parameters]:
-    return not callable(params) or hasattr(params, "items")  # a ParameterDict has both
-
-
 def _with_batch(loss: Loss, batches: Iterator[Any] | None) -> Loss:
     """Give the next batch to a loss, if there are batches."""
     if batches is None:
@@ -198,25 +186,22 @@ def _with_batch(loss: Loss, batches: Iterator[Any] | None) -> Loss:
     return of_batch
 
 
-def _is_rule(optimizer: OptimizerLike) -> TypeIs[Rule]:
-    return hasattr(optimizer, "update") and hasattr(optimizer, "init")
-
-
 class _Level:
     """Tensors by name, and the optimizer that updates them."""
 
-    def __init__(self, which: str, optimizer: OptimizerLike, values: Params) -> None:
+    def __init__(self, which: str, optimizer: Any, values: Params) -> None:
         # Optimizers of torch write in place.
         self.values = {name: v.detach().clone().requires_grad_() for name, v in values.items()}
         self.rule: Rule | None = None
         self.state: Any = None
         self.optimizer: torch.optim.Optimizer | None = None
-        if _is_rule(optimizer):
+        if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
             check_rule(CALL, optimizer, which)
             self.rule = optimizer
             self.state = optimizer.init(self.values)
-        elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-            self.optimizer = optimizer(list(self.values.values()))
+        elif not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+            make: Callable[..., Any] = optimizer
+            self.optimizer = make(list(self.values.values()))
         if self.rule is None and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"{CALL}: {which} must be a rule such as mg.optim.rules.adam(lr=0.01), or a function of a list of "

@@ -79,8 +79,8 @@ class FiniteDifference:
             return zeros_for_none([None] * len(hyper), hyper)
         distance = self.epsilon / norm
         ends: list[list[Tensor | None]] = []
-        for sign in (1, -1):
-            at = {name: v.detach() + sign * distance * direction[name] for name, v in values.items()}
+        for shift in (distance, -distance):
+            at = {name: (v.detach() + shift * direction[name]).requires_grad_() for name, v in values.items()}
             ends.append(_partials(problem.inner, at, hyper)[1])
         differences = [minus(a, b) for a, b in zip(*ends, strict=True)]
         return [None if d is None else d / (2 * distance) for d in differences]
@@ -89,7 +89,6 @@ class FiniteDifference:
 def _partials(
     loss: Callable[[Params, Sequence[Tensor]], Tensor], values: Params, hyper: Sequence[Tensor]
 ) -> tuple[Params, list[Tensor | None]]:
-    values = {name: v if v.requires_grad else v.requires_grad_() for name, v in values.items()}
     with torch.enable_grad():
         return partials(loss(values, hyper), values, hyper)
 

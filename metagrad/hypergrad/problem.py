@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -21,15 +21,13 @@ from metagrad.core.tree import (
     tree_unflatten,
     zeros_for_none,
 )
-from metagrad.curvature.operators.space import check_params, values_of, with_values
+from metagrad.curvature.operators.space import Parameters, check_params, values_of, with_values
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 CREATE = "hypergradient(..., create_graph=True)"
 CALL = "hypergradient(outer_loss, inner_loss, params, hyper)"
-
-Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 
 BilevelLoss: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss(params, hyper)``, a tensor with one element."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,8 +90,7 @@ def root(
     Args:
         f: A deterministic function that maps a tensor, or a pytree of tensors, to values of the same shapes.
         x0: The start, a constant.
-        method: ``NewtonKrylov()`` by default. ``Anderson`` and ``Broyden`` are for functions that are close to
-            ``g(x) - x``.
+        method: ``NewtonKrylov()`` by default. ``Anderson`` is for functions that are close to ``g(x) - x``.
         order: How often the root can be differentiated. Each order keeps the graph of one evaluation.
         solver: ``"gmres"``, or ``"lu"``, which materializes the dense Jacobian.
         rtol: Rows stop at this norm of f, relative to the norm at the start. It is also the relative residual of the
@@ -163,7 +162,7 @@ def fixed_point(
     Args:
         g: A deterministic function that maps a tensor or pytree to values of the same shapes.
         z0: The start, a constant.
-        method: ``Anderson()`` by default, ``Broyden()`` or ``NewtonKrylov()``.
+        method: ``Anderson()`` by default, or ``NewtonKrylov()``.
         **options: As for :func:`root`.
 
     Raises:
@@ -304,7 +303,8 @@ class RootProblem:
             return x
         self._root = x
         call = f"{self._call[:-1]}, order={{}})"
-        inverse = Inverse(self.residual, self.solve, self.solve_transposed, self._order, None, call)
+        solve_transposed = partial(self.solve, transposed=False)
+        inverse = Inverse(self.residual, self.solve, solve_transposed, self._order, None, call)
         return attach(inverse, x, residual, self._order)
 
     @cached_property
@@ -346,7 +346,3 @@ class RootProblem:
                 'singular or badly conditioned. Take solver="lu", a larger rtol, or another root.'
             )
         return run.x
-
-    def solve_transposed(self, g: Tensor) -> Tensor:
-        """Solve with minus the Jacobian, without a graph."""
-        return self.solve(g, transposed=False)
