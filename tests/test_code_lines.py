@@ -6,7 +6,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_538, "experiments": 10_179, "tests": 28_580}
+LINES = {"metagrad": 24_455, "experiments": 10_179, "tests": 28_553}
 FILES = {"metagrad": 260, "experiments": 79}
 
 
