@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_count, check_function, check_type
+from metagrad.core.norms import every_order
 from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import exchanged, own_buffers
+from metagrad.curvature.operators.hessian import hessian
 
 _CALL = "Sharpness(optimizer, loss)"
 _ROUNDING = 10  # differences of losses below this multiple of their rounding error are noise
@@ -36,6 +38,8 @@ class Reading:
         critical: The multiple of the update at which the loss is as high as before, by search. None if not
             requested, infinite if the loss stays lower for up to a million updates.
         rounding: Bound of the rounding error of ``curvature``.
+        top: The largest eigenvalue of the Hessian. None if not requested.
+        trace: The trace of the Hessian. None if not requested.
         seconds: Duration of the reading, in seconds.
     """
 
@@ -46,6 +50,8 @@ class Reading:
     ratio: float
     critical: float | None
     rounding: float
+    top: float | None
+    trace: float | None
     seconds: float
 
 
@@ -68,6 +74,8 @@ class Sharpness:
             backward pass.
         every: Number of steps from one reading to the next. The first step has a reading.
         critical: Search for the critical step, by about 5 to 15 more forward passes.
+        top: Compute the largest eigenvalue of the Hessian, by Hessian-vector products.
+        trace: Estimate the trace of the Hessian.
 
     Attributes:
         history: All readings.
@@ -101,13 +109,16 @@ class Sharpness:
         *,
         every: int = 100,
         critical: bool = False,
+        top: bool = False,
+        trace: bool = False,
     ) -> None:
         check_type(f"{_CALL}: optimizer", optimizer, Optimizer)
         check_function(_CALL, "loss", loss)
         check_count(f"{_CALL}, every", every)
         optimizer = getattr(optimizer, "optimizer", optimizer)  # inside the wrapper of accelerate
         self.history: list[Reading] = []
-        self._optimizer, self._loss, self._every, self._critical = optimizer, loss, every, critical
+        self._optimizer, self._loss, self._every = optimizer, loss, every
+        self._options = {"critical": critical, "top": top, "trace": trace}
         self._steps, self._before = 0, dict[Tensor, Tensor]()
         self._modules = ReachableObjects(loss).modules
         self._handles = [
@@ -143,13 +154,15 @@ class Sharpness:
         update = {p: p.detach() - old for p, old in before.items()}
         squared = sum(float(d.double().square().sum()) for d in update.values())
         if squared > 0:
+            began = time.perf_counter()
             with own_buffers(self._modules):
-                self.history.append(self._reading(before, update, squared))
+                numbers = self._numbers(before, update, squared)
+            self.history.append(Reading(step=self._steps, seconds=time.perf_counter() - began, **numbers))
 
-    def _reading(
+    def _numbers(
         self, before: Mapping[Tensor, Tensor], update: Mapping[Tensor, Tensor], squared: float
-    ) -> Reading:
-        began, random = time.perf_counter(), RandomState()
+    ) -> dict[str, Any]:
+        random = RandomState()
 
         def at(length: float) -> Tensor:
             moved = {p: old + length * update[p] if length else old for p, old in before.items()}
@@ -164,18 +177,33 @@ class Sharpness:
         curved = curved if abs(curved) > rounding else math.nan
         ratio = -2 * slope / curved if curved > 0 else math.nan if math.isnan(curved) else math.inf
         critical = None
-        if self._critical:
+        if self._options["critical"]:
             critical = _searched(lambda length: float(at(length)) > value)
-        return Reading(
-            step=self._steps,
-            loss=value,
-            slope=slope,
-            curvature=curved / squared,
-            ratio=ratio,
-            critical=critical,
-            rounding=rounding / squared,
-            seconds=time.perf_counter() - began,
-        )
+        return {
+            "loss": value,
+            "slope": slope,
+            "curvature": curved / squared,
+            "ratio": ratio,
+            "critical": critical,
+            "rounding": rounding / squared,
+            **self._of_hessian(before, random),
+        }
+
+    def _of_hessian(self, before: Mapping[Tensor, Tensor], random: RandomState) -> dict[str, float | None]:
+        found: dict[str, float | None] = {"top": None, "trace": None}
+        if not (self._options["top"] or self._options["trace"]):
+            return found
+        params = {f"parameter {i}": p for i, p in enumerate(before) if p.requires_grad}
+        generator = torch.Generator(next(iter(before)).device).manual_seed(0)
+        with torch.enable_grad(), exchanged(before), random.restored():
+            with every_order():
+                loss = _checked(self._loss())
+            with hessian(loss, params) as H:
+                if self._options["top"]:
+                    found["top"] = float(H.eigenvalues(1, generator=generator).values[0])
+                if self._options["trace"]:
+                    found["trace"] = float(H.trace(generator=generator).value)
+        return found
 
 
 def _checked(loss: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def quadratic(lr, steps=1, **options):
 
 @pytest.mark.parametrize("lr", [0.01, 0.3, 0.9])
 def test_a_quadratic_is_exact(lr):
-    watch, w, d = quadratic(lr, 3, critical=True)
+    watch, w, d = quadratic(lr, 3, critical=True, top=True, trace=True)
     curved, slope = (VALUES * d * d).sum(), (VALUES * w * d).sum()
     found = watch.last
     assert len(watch.history) == found.step == 3
@@ -43,6 +43,8 @@ def test_a_quadratic_is_exact(lr):
     assert found.curvature == pytest.approx(float(curved / d.dot(d)), rel=1e-9)
     assert found.ratio == pytest.approx(float(-2 * slope / curved), rel=1e-9)
     assert found.critical == pytest.approx(found.ratio, rel=2**-11)  # twelve halvings
+    assert found.top == pytest.approx(4.0, rel=1e-6)
+    assert found.trace == pytest.approx(5.25, rel=1e-9)
 
 
 def test_without_curvature_there_is_no_critical_step():
@@ -69,7 +71,7 @@ def trained(every, dtype=torch.float32, make=torch.optim.Adam):
     def loss():
         return F.cross_entropy(net(x), y)
 
-    watch = Sharpness(opt, loss, every=every, critical=True) if every else None
+    watch = Sharpness(opt, loss, every=every, critical=True, top=True) if every else None
     for _ in range(7):
         opt.zero_grad()
         loss().backward()
