@@ -5,7 +5,7 @@ from metagrad.hypergrad.differences import FiniteDifference
 from metagrad.hypergrad.hypergradient import hypergradient
 from metagrad.hypergrad.implicit_diff import implicit_diff
 from metagrad.hypergrad.inverses import CG, Exact, FirstOrder, Neumann, Nystrom
-from metagrad.hypergrad.iterations import Anderson, NewtonKrylov
+from metagrad.hypergrad.iterations import Anderson, Broyden, NewtonKrylov
 from metagrad.hypergrad.problem import HypergradientMethod
 from metagrad.hypergrad.root import Root, fixed_point, implicit_root, root
 from metagrad.hypergrad.unroll import Unroll
@@ -13,6 +13,7 @@ from metagrad.hypergrad.unroll import Unroll
 __all__ = [
     "CG",
     "Anderson",
+    "Broyden",
     "Exact",
     "FiniteDifference",
     "FirstOrder",

@@ -156,6 +156,52 @@ class Anderson:
         return step
 
 
+@dataclass(frozen=True)
+class Broyden:
+    r"""Broyden's method from the Jacobian :math:`-I`, for fixed points :math:`f(x) = g(x) - x`.
+
+    Args:
+        memory: Number of updates, after which the method starts again from :math:`-I`.
+
+    Raises:
+        ValueError: The number is not positive.
+
+    Example:
+        >>> g = torch.cos
+        >>> metagrad.hypergrad.fixed_point(g, torch.tensor([1.0]), method=metagrad.hypergrad.Broyden()).value
+        tensor([0.7391])
+
+    References:
+        Broyden, "A class of methods for solving nonlinear simultaneous equations", Math. Comp. 19, 1965, method 1.
+    """
+
+    memory: int = 50
+
+    def __post_init__(self) -> None:
+        check_count("Broyden(memory)", self.memory)
+
+    def begin(self, f: Rows) -> Callable[[Iterate, Tensor], Iterate]:
+        """Return the step."""
+        pairs: list[tuple[Tensor, Tensor]] = []  # the inverse is -I plus products of columns and rows
+
+        def step(now: Iterate, active: Tensor) -> Iterate:
+            x = now.x - sum(((v * now.f).sum(-1, True) * u for u, v in pairs), -now.f)
+            found = Iterate(x, f(x))
+            s, y = found.x - now.x, found.f - now.f
+            image = sum(((v * y).sum(-1, True) * u for u, v in pairs), -y)
+            row = sum(((s * u).sum(-1, True) * v for u, v in pairs), -s)
+            product = (s * image).sum(-1, True)
+            is_sound = product.abs() > torch.finfo(s.dtype).tiny
+            if len(pairs) == self.memory:  # later pairs depend on the first one
+                pairs.clear()
+            else:
+                column = (s - image) / torch.where(is_sound, product, 1.0)
+                pairs.append((torch.where(is_sound, column, 0.0), row))
+            return found
+
+        return step
+
+
 def _jacobian(f: Rows, x: Tensor) -> Rows:
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()

@@ -90,7 +90,8 @@ def root(
     Args:
         f: A deterministic function that maps a tensor, or a pytree of tensors, to values of the same shapes.
         x0: The start, a constant.
-        method: ``NewtonKrylov()`` by default. ``Anderson`` is for functions that are close to ``g(x) - x``.
+        method: ``NewtonKrylov()`` by default. ``Anderson`` and ``Broyden`` are for functions that are close to
+            ``g(x) - x``.
         order: How often the root can be differentiated. Each order keeps the graph of one evaluation.
         solver: ``"gmres"``, or ``"lu"``, which materializes the dense Jacobian.
         rtol: Rows stop at this norm of f, relative to the norm at the start. It is also the relative residual of the
@@ -162,7 +163,7 @@ def fixed_point(
     Args:
         g: A deterministic function that maps a tensor or pytree to values of the same shapes.
         z0: The start, a constant.
-        method: ``Anderson()`` by default, or ``NewtonKrylov()``.
+        method: ``Anderson()`` by default, ``Broyden()`` or ``NewtonKrylov()``.
         **options: As for :func:`root`.
 
     Raises:

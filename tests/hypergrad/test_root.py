@@ -15,6 +15,7 @@ from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.curvature.solvers.solution import Result
 from metagrad.hypergrad import (
     Anderson,
+    Broyden,
     NewtonKrylov,
     fixed_point,
     implicit_diff,
@@ -85,7 +86,7 @@ def test_keplers_equation_in_rows_that_stop_one_by_one():
     assert alone.stats.steps == found.stats.steps[2]
 
 
-@pytest.mark.parametrize("method", [Anderson(), NewtonKrylov()])
+@pytest.mark.parametrize("method", [Anderson(), Broyden(), Broyden(memory=3), NewtonKrylov()])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_every_method_finds_the_fixed_point_of_a_layer(method, dtype):
     """In single precision at the defaults, value and derivative are off by rtol times the condition, about 10."""
