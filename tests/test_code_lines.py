@@ -6,7 +6,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_455, "experiments": 10_179, "tests": 28_553}
+LINES = {"metagrad": 24_501, "experiments": 10_179, "tests": 28_556}
 FILES = {"metagrad": 260, "experiments": 79}
 
 
