@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.attribution.gradients import Metrics, example_gradients, metric_gradients
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_count
+from metagrad.core.checks import check_count, refuse
 from metagrad.core.tree import Params, Tree
 from metagrad.curvature import influence, kfac
 from metagrad.optim.hyperparameters import at_step
@@ -62,11 +62,11 @@ def _rate(rule: object, step: int) -> float:
 class TRAK:
     r"""Influence functions of the linearized model, with randomly projected gradients.
 
-    .. math:: -P \nabla m_j \cdot \Big(\sum_i \frac{P \nabla \ell_i (P \nabla \ell_i)^\top}{(1 - p_i)^2} + \lambda I
-              \Big)^{-1} P \nabla \ell_i, \qquad p_i = e^{-\ell_i}
+    .. math:: -P \nabla m_j \cdot \Big(\sum_i w_i \frac{P \nabla \ell_i (P \nabla \ell_i)^\top}{(1 - p_i)^2} +
+              \lambda I \Big)^{-1} P \nabla \ell_i, \qquad p_i = e^{-\ell_i}
 
-    The losses are negative log-likelihoods of classes, such as cross-entropies. It is a method of
-    :func:`~metagrad.attribution.attribute`.
+    The losses are negative log-likelihoods of classes, such as cross-entropies, and :math:`w_i` are the weights of
+    the training. It is a method of :func:`~metagrad.attribution.attribute`.
 
     Attributes:
         dim: Dimension of the projection P.
@@ -91,7 +91,7 @@ class TRAK:
             scales.append(-torch.expm1(-losses.double()))
         projected, scale = torch.cat(rows), torch.cat(scales).clamp(min=1e-6)
         features = projected / scale.unsqueeze(1)
-        gram = features.T @ features
+        gram = features.T @ (features * trained.weights.detach().double().unsqueeze(1))
         gram.diagonal().add_(self.damping * float(gram.diagonal().mean()))
         solved: Tensor = linalg.solve(gram, own.T)
         return -(projected @ solved).T.to(trained.weights.dtype)
@@ -110,9 +110,10 @@ class TRAK:
 class Influence:
     r"""Influence functions of the trained model, with the Gauss-Newton matrix of its loss.
 
-    .. math:: -\frac{1}{N} \nabla m_j^\top (G + \gamma I)^{-1} \nabla \ell_i
+    .. math:: -\frac{1}{N} \nabla m_j^\top (w G + \gamma I)^{-1} \nabla \ell_i
 
-    The solves are conjugate gradients, preconditioned by EK-FAC. The sign is the sign of a derivative, opposite to
+    All examples must have one weight w. With ``average="weights"``, the matrix is :math:`w (G + \gamma I)`. The
+    solves are conjugate gradients, preconditioned by EK-FAC. The sign is the sign of a derivative, opposite to
     :func:`metagrad.influence`. It is a method of :func:`~metagrad.attribution.attribute`.
 
     Attributes:
@@ -132,6 +133,11 @@ class Influence:
 
     def scores(self, trained: Trained, metrics: Metrics) -> Tensor:
         """Return the scores, ``[k, n]``."""
+        weight = float(trained.weights.flatten()[0])
+        if weight <= 0 or not bool((trained.weights == weight).all()):
+            call = f"{type(self).__name__}().scores(trained)"
+            refuse(call, "one weight above 0 for all examples. Replay accepts any weights", trained.weights)
+        damping = self.damping / (weight if trained.training.step.average == "batch" else 1.0)
         model, final, inputs = trained.module(), trained.trajectory.final, trained.trajectory.inputs
         params = {name: p for name, p in model.named_parameters() if name in trained.params}
         rows = torch.split(torch.arange(inputs.examples.size), 1024)
@@ -145,9 +151,10 @@ class Influence:
             return metrics(trained.training.model.bound(params, final.buffers))
 
         of: Any = {"model": model, "loss_fn": loss_fn, "params": params, "reduction": "mean"}
-        K = kfac(data=data, correct=True, fisher=self.fisher, other="diagonal", **of)
-        of.update(damping=self.damping, method=self.method, max_steps=self.max_steps)
-        return -influence(train=data, queries=measured, preconditioner=K, **of).scores
+        if self.method != "exact":
+            of["preconditioner"] = kfac(data=data, correct=True, fisher=self.fisher, other="diagonal", **of)
+        of.update(damping=damping, method=self.method, max_steps=self.max_steps)
+        return -influence(train=data, queries=measured, **of).scores / weight
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from metagrad.attribution.gradients import Metrics
 from metagrad.attribution.retraining import Outcomes, retrain
 from metagrad.attribution.scores import Scores
-from metagrad.core.checks import check_count, check_number, check_type, refuse, warn
+from metagrad.core.checks import check_count, check_positive, check_type, refuse, warn
 from metagrad.training import Training
 
 _DRAWS = 1000  # of a bootstrap
@@ -58,9 +58,11 @@ def subsets(size: int, drop: float, count: int, seed: int = 0) -> Tensor:
         tensor([7., 7.])
     """
     check_count("subsets(size)", size)
-    if not 0 < drop < 1 or round(drop * size) < 1:
+    if not 0 < drop < 1 or not 0 < round(drop * size) < size:
         refuse(
-            "subsets(drop)", f"a share above 0 and below 1 that drops at least one of {size} examples", drop
+            "subsets(drop)",
+            f"a share above 0 and below 1 that drops some but not all of {size} examples",
+            drop,
         )
     generator = torch.Generator().manual_seed(seed)
     masks = torch.ones(check_count("subsets(count)", count), size)
@@ -95,6 +97,9 @@ def lds(
         seed: Seed of the subsets and of the bootstrap.
         outcomes: Earlier trainings, from :func:`retrain` or from the ``outcomes`` of another evaluation.
 
+    Raises:
+        ValueError: The scores are scores of tokens, or a metric is NaN.
+
     Example:
         >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
         >>> training = metagrad.Training(
@@ -109,6 +114,7 @@ def lds(
     References:
         Park et al., "TRAK: Attributing model behavior at scale", ICML 2023, definition 2.2.
     """
+    _check_weights("lds(scores)", scores)
     if outcomes is None:
         outcomes = retrain(training, _subsets(training.num_examples, drop, subsets, seed), metrics)
     distance = float((outcomes.weights.mean(0) - scores.at).mean().abs())
@@ -142,7 +148,7 @@ def loo(
         seed: Seed of the bootstrap.
 
     Raises:
-        ValueError: There are fewer than three examples.
+        ValueError: There are fewer than three examples, the scores are of tokens, or a metric is NaN.
 
     Example:
         >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -156,8 +162,11 @@ def loo(
         True
     """
     check_type("loo(examples)", examples, Tensor)
-    if examples.ndim != 1 or len(examples) < 3:
-        refuse("loo(examples)", "at least three indices", tuple(examples.shape))
+    _check_weights("loo(scores)", scores)
+    if examples.ndim != 1 or len(examples) < 3 or examples.dtype != torch.int64:
+        refuse("loo(examples)", "at least three indices, int64", f"{examples.dtype} {tuple(examples.shape)}")
+    if not bool((examples.abs() < scores.at.numel()).all()):
+        refuse("loo(examples)", f"indices of {len(scores.at)} examples", examples)
     weights = scores.at.repeat(len(examples), 1)
     weights[torch.arange(len(examples)), examples] = 0
     outcomes = retrain(training, weights, metrics)
@@ -176,7 +185,8 @@ def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
         wrong: True for each wrong example, ``[n]``.
 
     Raises:
-        ValueError: The shapes differ, or ``wrong`` has the same value for all examples.
+        ValueError: The shapes differ, ``wrong`` is not bool or has the same value for all examples, or a score is
+            NaN.
 
     Example:
         >>> metagrad.attribution.auc(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([True, False, False])).value
@@ -185,9 +195,16 @@ def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
     References:
         Hanley, McNeil, "The meaning and use of the area under a ROC curve", Radiology 143(1), 1982.
     """
-    num_wrong, num_right = int(wrong.sum()), int((~wrong).sum())
-    if scores.shape != wrong.shape or scores.ndim != 1 or not num_wrong or not num_right:
-        refuse("auc(scores, wrong)", "two vectors of one length, with wrong and correct examples", wrong)
+    check_type("auc(scores)", scores, Tensor)
+    num_wrong = int(check_type("auc(wrong)", wrong, Tensor).sum())
+    num_right = len(wrong) - num_wrong
+    if (
+        scores.shape != wrong.shape
+        or scores.ndim != 1
+        or wrong.dtype != torch.bool
+        or not num_wrong * num_right
+    ):
+        refuse("auc(scores, wrong)", "[n] and bool [n], with wrong and correct examples", wrong)
     ranks = _ranks(scores.double().unsqueeze(1))[:, 0]
     value = (float(ranks[wrong].sum()) - num_wrong * (num_wrong - 1) / 2) / (num_wrong * num_right)
     q1, q2 = value / (2 - value), 2 * value**2 / (1 + value)
@@ -230,7 +247,7 @@ def metasmoothness(
         seed: Seed of the direction.
 
     Raises:
-        ValueError: ``h`` is negative.
+        ValueError: ``h`` is not above 0, or the scores are scores of tokens.
 
     Example:
         >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -247,9 +264,12 @@ def metasmoothness(
     References:
         Engstrom et al., "Optimizing ML training with metagradient descent", arXiv:2503.13751, definition 2.
     """
-    check_number("metasmoothness(h)", h, 0.0)
+    check_positive("metasmoothness(h)", h)
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randint(0, 2, (training.num_examples,), generator=generator).double() * 2 - 1
+    if scores is not None:
+        _check_weights("metasmoothness(scores)", scores)
+        direction = direction.to(scores.at.device)
     at = torch.ones_like(direction) if scores is None else scores.at.double()
     weights = torch.stack([at + i * h * direction for i in range(3)])
     outcomes = retrain(training, weights, metrics, keep=True)
@@ -265,8 +285,17 @@ def metasmoothness(
     return Smoothness(float(agreement), error, float(_norm(first) / _norm(flat[0])))
 
 
+def _check_weights(call: str, scores: Scores) -> None:
+    if scores.at.ndim != 1:
+        refuse(call, "scores of examples, from weights [n]", f"weights {tuple(scores.at.shape)}")
+
+
 def _ranks(values: Tensor) -> Tensor:
     """Return the ranks of ``[..., m, k]`` along m, from 0. Ties get their mean rank."""
+    if bool(values.isnan().any()):
+        raise ValueError(
+            "lds, loo or auc: a score or the metric of a retrained model is NaN, which has no rank."
+        )
     columns = values.transpose(-1, -2).contiguous()
     ordered = columns.sort(-1).values
     left = torch.searchsorted(ordered, columns)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import progress
+from metagrad.core.checks import progress, refuse
 from metagrad.core.tree import Params, tree_map
 from metagrad.curvature import jacobian
 from metagrad.curvature.influence import measurement_gradients
@@ -33,6 +33,12 @@ def metric_gradients(trained: Trained, state: State, metrics: Metrics) -> Tensor
 def example_gradients(trained: Trained, state: State) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the losses of training examples, ``[b]``, and their gradients, ``[b, P]``, in evaluation mode."""
     training, examples = trained.training, trained.trajectory.inputs.examples
+    if trained.weights.ndim > 1:
+        refuse(
+            "attribute(trained, method)",
+            "weights [n]. Replay also accepts others",
+            list(trained.weights.shape),
+        )
 
     def loss(params: Params, x: Any, y: Any) -> Tensor:
         x, y = (tree_map(lambda t: t.unsqueeze(0), part) for part in (x, y))

@@ -69,8 +69,8 @@ def retrain(
         torch.Size([3, 2])
     """
     check_type("retrain(weights)", weights, Tensor)
-    if weights.ndim != 2 or weights.shape[1] != training.num_examples:
-        refuse("retrain(weights)", f"shape [m, {training.num_examples}]", tuple(weights.shape))
+    if weights.ndim != 2 or weights.shape[1] != training.num_examples or not len(weights):
+        refuse("retrain(weights)", f"shape [m, {training.num_examples}], m > 0", tuple(weights.shape))
     weights = weights.to(next(iter(training.model.params().values())))
     refuse_differences(training.step.group, "retrain(weights)", [weights])
     size = checked_bytes("retrain(...)", "chunk", chunk)

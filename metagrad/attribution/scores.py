@@ -56,7 +56,12 @@ class Scores:
         Returns:
             Metrics ``[k]`` or ``[m, k]``, the linear extrapolation from the weights of the training.
         """
-        change = (weights.to(self.values) - self.at).flatten(weights.ndim - self.at.ndim)
+        size = self.at.ndim
+        if weights.shape[-size:] != self.at.shape:
+            refuse(
+                "Scores.predict(weights)", f"[{', '.join(map(str, self.at.shape))}] or rows of it", weights
+            )
+        change = (weights.to(self.values) - self.at).flatten(weights.ndim - size)
         return self.metrics + change @ self.values.flatten(1).T
 
     def helpful(self, count: int) -> Tensor:
@@ -114,7 +119,8 @@ def attribute(trained: Trained, metrics: Metrics, method: AttributionMethod | No
 
     Raises:
         TypeError: ``trained`` is not a :class:`metagrad.training.Trained`.
-        ValueError: The metrics are not a 1-d tensor.
+        ValueError: The metrics are not a 1-d tensor. The weights are weights of tokens, or unequal, and the method
+            does not support them.
 
     Example:
         >>> x, y = torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [3.0]])
@@ -132,9 +138,13 @@ def attribute(trained: Trained, metrics: Metrics, method: AttributionMethod | No
     if isinstance(method, type) or not hasattr(method, "scores"):
         refuse("attribute(method)", "a method such as metagrad.attribution.TracIn()", method, TypeError)
     with torch.no_grad():
-        values = metrics(trained)
-    if values.ndim != 1:
+        values = check_type("attribute(metrics): the returned value", metrics(trained), Tensor)
+    if values.ndim != 1 or not len(values):
         refuse("attribute(metrics)", "a 1-d tensor with one number for each metric", tuple(values.shape))
     scores = method.scores(trained, metrics)
+    if scores.shape[1:] != trained.weights.shape:
+        refuse(
+            f"attribute(trained, {method})", f"weights {list(scores.shape[1:])}", list(trained.weights.shape)
+        )
     growth = trained.report.growth if isinstance(method, Replay) else None
     return Scores(scores, trained.weights.detach(), values.detach(), method, growth, trained.report.is_half)

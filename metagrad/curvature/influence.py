@@ -15,6 +15,7 @@ from metagrad.core.checks import check_count, refuse
 from metagrad.core.tree import LossFn, Params, tree_map
 from metagrad.curvature.kronecker.groups import refuse_batch_norms
 from metagrad.curvature.kronecker.operator import Kronecker
+from metagrad.curvature.likelihoods.recognition import evaluate
 from metagrad.curvature.operators.batches import Batch, Reduction, count_of, each_batch, num_data
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.operator import Operator
@@ -122,7 +123,7 @@ def influence(
     with ggn(model, loss_fn, params, train, reduction=reduction) as G:
         solve = partial(_solve, call, G, damping, preconditioner, method, max_steps)
         solved = None if queries is None else solve(_query_gradients(problem, queries))
-        scores, residuals, total, size = list[Tensor](), list[Tensor](), 0.0, 0
+        scores, residuals, total = list[Tensor](), list[Tensor](), 0.0
         for evaluation in map(problem.evaluate, each_batch(call, train, problem.space.device)):
             count = count_of(call, evaluation.batch, evaluation.known, reduction)
             weight, total = (1.0, 1.0) if count is None else (count, total + count)
@@ -130,14 +131,15 @@ def influence(
             if solved is not None:
                 scores.append(_products(evaluation, gradients, solved[0]) * weight)
                 continue
-            size = 1 if count is None else size + evaluation.num_examples
+            products = list[Tensor]()
             for rows in evaluation.example_rows(gradients, problem.space.names):  # of the terms of the loss
                 own, residual = solve(rows)
-                scores.append((rows * own).sum(-1) * weight**2)
+                products.append((rows * own).sum(-1))
                 residuals.append(residual)
+            scores.append(torch.cat(products) * weight**2 / _own_counts(evaluation, reduction))
     if solved is not None:
         return InfluenceScores(torch.cat(scores, 1) / total, solved[1])
-    return InfluenceScores(torch.cat(scores) / total**2 * size, torch.cat(residuals))
+    return InfluenceScores(torch.cat(scores) / total, torch.cat(residuals))
 
 
 def measurement_gradients(call: str, params: Parameters, measure: Callable[[Params], Tensor]) -> Tensor:
@@ -166,6 +168,16 @@ def _query_gradients(problem: ModelProblem, queries: Any) -> Tensor:
             one = problem.evaluate(tree_map(lambda leaf: leaf[j : j + 1], batch))  # noqa: B023
             found.append(_flat_gradient(one.loss, one.recorded.inputs))
     return torch.stack(found)
+
+
+def _own_counts(evaluation: ModelEvaluation, reduction: Reduction | None) -> Tensor:
+    """Return the divisor of the mean of each example alone, ``[examples]``. 1 if it is zero or the loss is a sum."""
+    found = evaluation.loss.new_ones(evaluation.num_examples)
+    for n in range(len(found)):
+        output, one = tree_map(lambda leaf: leaf[n : n + 1], (evaluation.output, evaluation.batch))  # noqa: B023
+        known = evaluate(evaluation.problem.loss_fn, output, one[1]).known
+        found[n] = count_of(evaluation.problem.call, one, known, reduction) or 1
+    return found
 
 
 def _solve(

@@ -321,12 +321,15 @@ class Trained:
 
         Returns:
             The metrics ``[k]``, and their derivatives, ``[k, *shape]`` for each tensor.
+
+        Raises:
+            ValueError: ``metrics`` does not return ``[k]``, or its result has no graph, as an accuracy.
         """
         check_choice("trained.jacobian(wrt)", wrt, Leaves._fields)
         values, rows = self._rows(metrics)
         leaves = self.trajectory.leaves
         wanted = leaves.only(wrt)
-        count = chunk or max(len(values), 1)
+        count = check_count("trained.jacobian(chunk)", chunk, optional=True) or len(values)
         parts: list[list[Tensor]] = []
         for first in range(0, len(values), count):
             size = min(count, len(values) - first)
@@ -342,8 +345,10 @@ class Trained:
         with torch.enable_grad():
             values = metrics(self.training.model.bound(params, buffers))
         check_type("trained.jacobian(metrics): the returned value", values, Tensor)
-        if values.ndim != 1:
-            refuse("trained.jacobian(metrics)", "a 1-d tensor with a number per metric", tuple(values.shape))
+        if values.ndim != 1 or not len(values) or not values.requires_grad:
+            refuse(
+                "trained.jacobian(metrics)", "[k] numbers that depend on the model, k of 1 or more", values
+            )
         inputs = [*params.values(), *buffers.values()]
         rows: Cotangents = vjp([values], inputs, [torch.eye(len(values)).to(values)], len(values))
         optimizer: Cotangents = [None] * len(dissect(final.optimizer)[0])

@@ -248,7 +248,43 @@ WRONG = {
         "1-d tensor",
     ),
     "weights": (lambda: retrain(classifier(), torch.ones(20), test_losses), ValueError, "[m, 20]"),
-    "drop": (lambda: subsets(10, 0.01, 3), ValueError, "at least one of 10"),
+    "drop": (lambda: subsets(10, 0.01, 3), ValueError, "some but not all of 10"),
+    "drop of all": (lambda: subsets(10, 0.95, 3), ValueError, "some but not all of 10"),
+    "no rows": (lambda: retrain(classifier(), torch.ones(0, 20), test_losses), ValueError, "m > 0"),
+    "integers": (lambda: auc(torch.rand(3), torch.tensor([0, 1, 1])), ValueError, "bool [n]"),
+    "nan": (
+        lambda: auc(torch.tensor([torch.nan, 1.0]), torch.tensor([True, False])),
+        ValueError,
+        "is NaN, which has no rank",
+    ),
+    "no length": (lambda: metasmoothness(classifier(), test_losses, h=0), ValueError, "above 0"),
+    "no graph": (
+        lambda: mg.attribute(classifier()(), lambda net: test_losses(net).detach()),
+        ValueError,
+        "numbers that depend on the model",
+    ),
+    "no metric": (
+        lambda: mg.attribute(classifier()(), lambda net: test_losses(net)[:0]),
+        ValueError,
+        "attribute(metrics)",
+    ),
+    "unequal weights": (
+        lambda: mg.attribute(classifier()(torch.rand(20)), test_losses, Influence()),
+        ValueError,
+        "one weight above 0",
+    ),
+    "a mask": (
+        lambda: loo(classifier(), mg.attribute(classifier()(), test_losses), test_losses, torch.ones(3) > 0),
+        ValueError,
+        "int64",
+    ),
+    "no example": (
+        lambda: loo(
+            classifier(), mg.attribute(classifier()(), test_losses), test_losses, torch.arange(18, 21)
+        ),
+        ValueError,
+        "indices of 20 examples",
+    ),
     "no wrong": (
         lambda: auc(torch.ones(3), torch.zeros(3, dtype=torch.bool)),
         ValueError,
@@ -270,6 +306,68 @@ def test_wrong_input_is_an_error_that_names_the_argument(name):
     with pytest.raises(error) as raised:
         call()
     assert message in str(raised.value)
+
+
+def test_weights_of_tokens_are_refused_except_by_replay():
+    x, y = torch.randn(6, 4), torch.randn(6, 2)
+    training = mg.Training(
+        nn.Linear(4, 2),
+        lambda output, y: F.mse_loss(output, y, reduction="none"),
+        (x, y),
+        optimizer=R.sgd(lr=0.1),
+        batch_size=3,
+        epochs=1,
+    )
+
+    def metrics(net):
+        return net(x[:2])[:, 0]
+
+    trained = training(torch.ones(6, 2))
+    scores = mg.attribute(trained, metrics)
+    for call in (
+        lambda: mg.attribute(trained, metrics, TracIn(1)),
+        lambda: mg.attribute(trained, metrics, TRAK(2)),
+        lambda: mg.attribute(trained, metrics, Influence(fisher="empirical")),
+        lambda: scores.predict(torch.ones(6)),
+        lambda: lds(training, scores, metrics, subsets=3, drop=0.2),
+        lambda: loo(training, scores, metrics, torch.arange(3)),
+        lambda: metasmoothness(training, metrics, scores),
+    ):
+        with pytest.raises(ValueError, match=r"expected (weights|scores of examples|.6, 2. or rows)"):
+            call()
+
+
+@pytest.mark.parametrize("method", [Influence(0.3, 50, "exact"), Influence(0.3, method="exact")])
+def test_influence_takes_equal_weights_into_account(method):
+    torch.manual_seed(0)
+    x, y, test_x = torch.randn(12, 3), torch.randn(12, 2), torch.randn(4, 3)
+    rule = R.sgd(lr=0.4, weight_decay=0.3)
+    training = mg.Training(nn.Linear(3, 2), F.mse_loss, (x, y), optimizer=rule, batch_size=12, steps=200)
+    trained = training(torch.full((12,), 0.5))
+    found = [mg.attribute(trained, lambda net: net(test_x)[:, 0], own).values for own in (method, None)]
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
+
+
+def test_trak_takes_weights_into_account():
+    """An example of weight zero changes no other score."""
+    torch.manual_seed(0)
+    x, y, weights = torch.randn(8, 4), torch.arange(8) % 3, torch.ones(8)
+    weights[-1] = 0
+
+    def scores(count):
+        training = mg.Training(
+            nn.Linear(4, 3),
+            F.cross_entropy,
+            (x[:count], y[:count]),
+            optimizer=R.sgd(lr=0.0),
+            batch_size=8,
+            steps=1,
+        )
+        torch.nn.init.eye_(training.model.module.weight)
+        torch.nn.init.zeros_(training.model.module.bias)
+        return mg.attribute(training(weights[:count]), lambda net: net(x[:2])[:, 0], TRAK(6, 1e-9)).values
+
+    torch.testing.assert_close(scores(8)[:, :7], scores(7), rtol=1e-6, atol=1e-9)
 
 
 def test_after_convergence_influence_is_the_derivative_through_training():

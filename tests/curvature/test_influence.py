@@ -101,6 +101,27 @@ def test_positions_of_an_example_add_up():
     torch.testing.assert_close(found.scores, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_each_example_is_its_own_query_with_class_weights_and_ignored_positions(reduction):
+    """The loss of a query is a mean over its own positions, which differ in number and in weight."""
+    model, params, *_ = made()
+    x, y = drawn(6, 2, 4), torch.arange(12).reshape(6, 2) % 3
+    y[1, 0] = y[2, 1] = -100
+    weight = torch.tensor([0.5, 1.0, 4.0], dtype=F64)
+
+    def loss_fn(z, y):
+        return F.cross_entropy(z.flatten(0, 1), y.flatten(), weight=weight, reduction=reduction)
+
+    for data in ((x, y), [(x[:4], y[:4]), (x[4:], y[4:])]):
+        own, pairs = (
+            mg.influence(model, loss_fn, params, data, queries, damping=0.1, method="exact").scores
+            for queries in (None, (x, y))
+        )
+        torch.testing.assert_close(own, pairs.diagonal(), rtol=1e-9, atol=1e-12)
+    ignored = torch.full_like(y, -100).where(torch.arange(6).unsqueeze(1) == 0, y)
+    assert mg.influence(model, loss_fn, params, (x, ignored), damping=0.1, method="exact").scores[0] == 0
+
+
 def test_leaving_an_example_out_of_a_ridge_regression():
     """The prediction without an example changes by the score over 1 - h, with the leverage h."""
     x, y, penalty, query = drawn(30, 4), drawn(30, seed=2), 0.3, drawn(2, 4, seed=3)

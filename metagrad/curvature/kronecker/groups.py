@@ -50,13 +50,34 @@ class LayerGroup:
             self.calls.append((layer, inputs.detach(), inputs._version, get_gradient_edge(output)))
         return output
 
+    def input_parts(self) -> list[Tensor]:
+        """Return the inputs of each call as rows or indices, ``[examples, positions, size]``."""
+        return [input_rows(layer, value, has_bias=len(self.names) > 1) for layer, value, *_ in self.calls]
+
+    def check_gradient(self, call: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+        """Raise ``ValueError`` unless inputs and gradients of outputs give the gradient of the parameters."""
+        whole = torch.cat([g.reshape(len(g), -1) for g in expected], 1)
+        total, scale = torch.zeros_like(whole), torch.zeros_like(whole[0, 0])
+        for (layer, *_), part, gradient in zip(self.calls, self.input_parts(), found, strict=True):
+            a, g = part.flatten(0, 1).to(whole), output_rows(layer, gradient).flatten(0, 1).to(whole)
+            if self._table_size:
+                total.index_add_(0, part.flatten(), g)
+            else:
+                total += g.mT @ a
+            scale += a.norm() * g.norm()
+        if (padding := getattr(self.layers[0], "padding_idx", None)) is not None:
+            total[padding] = 0
+        eps = max(torch.finfo(t.dtype).eps for t in (whole, *found))
+        if bool((total - whole).norm() > 3 * eps**0.5 * scale):  # NaN is found later
+            raise ValueError(
+                f"{call}: the gradient of {self.names[0]!r} is not the sum over calls of its layer of gradients of "
+                "outputs times inputs. The parameter is used outside of its layer, or a hook or another forward "
+                "changes what the layer computes. Leave its parameters out of params."
+            )
+
     def inputs(self, evaluation: ModelEvaluation) -> Tensor:
         """Return the inputs of a batch as rows or indices. The first pass adds them to their factor."""
-        if any(value._version != version for _, value, version, _ in self.calls):
-            call = f"{evaluation.problem.call}: the input of {self.names[0]!r}"
-            refuse(call, "an input that its layer saved unchanged", "a change in place after the call")
-        parts = [input_rows(layer, value, has_bias=len(self.names) > 1) for layer, value, *_ in self.calls]
-        rows = self._by_example(evaluation, parts)
+        rows = self._by_example(evaluation, self.input_parts())
         rows = rows.mean(1, keepdim=True) if self._averages else rows
         if self.block is None:
             own, size = _counted(evaluation, rows), self._table_size
@@ -134,7 +155,7 @@ class Groups:
         for group, modules in members.items():
             kinds = {(type(module), getattr(module, "padding_idx", None)) for module in modules}
             is_alone = all(owners[name] == 1 for name in group) and len(kinds) == 1
-            if is_alone and all(_is_known(module, problem.params[group[0]]) for module in modules):
+            if is_alone and all(_is_known(module, [own[name] for name in group]) for module in modules):
                 self.layers.append(LayerGroup(group, modules, sharing))
             elif not is_alone or not isinstance(modules[0], _NORMS):
                 rest.update(dict.fromkeys(group))
@@ -166,18 +187,31 @@ class Groups:
                     hooks.callback(handle.remove)
             evaluation = self.problem.evaluate(batch)
         self._check_reached(evaluation)
-        uses = Counter(node for n in graph_nodes([evaluation.loss]) for node, _ in n.next_functions)
-        leaves = dict(zip(self.problem.params, evaluation.recorded.inputs, strict=True))
-        for name, most in {name: len(group.calls) for group in self.layers for name in group.names}.items():
-            if (count := uses[get_gradient_edge(leaves[name]).node]) > most:
-                refuse(f"{self.problem.call}: {name!r}", f"{most} uses, all in calls of its layer", count)
-        self._check_order(evaluation)
+        if not self._is_checked:
+            self._is_checked = evaluation.num_examples > 1
+            self._check_gradients(evaluation)
+            self._check_order(evaluation)
         return evaluation
 
+    def _check_gradients(self, evaluation: ModelEvaluation) -> None:
+        """Raise ``ValueError`` if the gradient of a parameter does not come from the calls of its layer."""
+        leaves = dict(zip(self.problem.params, evaluation.recorded.inputs, strict=True))
+        inputs: Any = [edge for group in self.layers for *_, edge in group.calls]
+        inputs += [leaves[name] for group in self.layers for name in group.names]
+        cotangents = [z.detach().cos() for z in evaluation.outputs]
+        found: Any = inputs and torch.autograd.grad(evaluation.outputs, inputs, cotangents, retain_graph=True)
+        own = iter(found)
+        pulled = [list(islice(own, len(group.calls))) for group in self.layers]
+        for group, gradients in zip(self.layers, pulled, strict=True):
+            group.check_gradient(self.problem.call, gradients, list(islice(own, len(group.names))))
+
     def _check_reached(self, evaluation: ModelEvaluation) -> None:
-        """Raise ``ValueError`` if the graph of the outputs lacks a call of a layer."""
+        """Raise ``ValueError`` if the graph of the outputs lacks a call of a layer, or an input has changed since."""
         nodes = set(graph_nodes(evaluation.outputs))
         for group in self.layers:
+            if any(value._version != version for _, value, version, _ in group.calls):
+                call = f"{self.problem.call}: the input of {group.names[0]!r}"
+                refuse(call, "an input that its layer saved unchanged", "a change in place after the call")
             if any(edge.node not in nodes for *_, edge in group.calls):
                 refuse(
                     f"{self.problem.call}: {group.names[0]!r}",
@@ -187,26 +221,27 @@ class Groups:
                 )
 
     def _check_order(self, evaluation: ModelEvaluation) -> None:
-        """Raise ``ValueError`` if outputs of the first example depend on other rows of a sequence or of a table."""
+        """Raise ``ValueError`` if outputs of the last example depend on other rows of a sequence or of a table."""
+        size, outputs = evaluation.num_examples, evaluation.outputs
         calls = [
             (group, edge)
             for group in self.layers
             for layer, value, _, edge in group.calls
-            if isinstance(layer, nn.Embedding) or (isinstance(layer, nn.Linear) and value.ndim > 2)
+            if isinstance(layer, nn.Embedding)
+            or (isinstance(layer, nn.Linear) and value.ndim > 2)
+            or len(value) > size
         ]
-        size, outputs = evaluation.num_examples, evaluation.outputs
-        if self._is_checked or not calls or size == 1 or any(z.numel() % size for z in outputs):
+        if not calls or size < 2 or any(z.numel() % size for z in outputs):
             return
-        self._is_checked = True
-        first = torch.arange(size, device=outputs[0].device) == 0
+        last = torch.arange(size, device=outputs[0].device) == size - 1
         cotangents = [
-            (z.detach().reshape(size, -1).cos() * first.unsqueeze(1)).reshape(z.shape) for z in outputs
+            (z.detach().reshape(size, -1).cos() * last.unsqueeze(1)).reshape(z.shape) for z in outputs
         ]
         found: Any = torch.autograd.grad(
             evaluation.outputs, [edge for _, edge in calls], cotangents, retain_graph=True
         )
         for (group, _), g in zip(calls, found, strict=True):
-            if len(g) % size == 0 and bool(g.reshape(size, -1)[1:].any()):
+            if len(g) % size == 0 and bool(g.reshape(size, -1)[:-1].any()):
                 group.refuse_order(evaluation, "another dimension")
 
     def add(self, evaluation: ModelEvaluation, columns: Iterable[Sequence[Tensor]]) -> None:
@@ -237,7 +272,14 @@ class Groups:
         return whole
 
     def blocks(self, total: float | Tensor) -> list[Eigenblock]:
-        """Return the blocks after a pass."""
+        """Return the blocks after a pass. Raise ``ValueError`` if no data counts, or a sum is NaN or Inf."""
+        if not total:
+            raise ValueError(
+                f"{self.problem.call}: no batch has data that count, so that there is no mean over them."
+            )
+        for names, sums in [*((group.names, group.sums) for group in self.layers), (("params",), self._sums)]:
+            if not all(bool(torch.as_tensor(value).isfinite().all()) for value in sums.values()):
+                refuse(f"{self.problem.call}: {names[0]!r}", "finite inputs and gradients", "NaN or Inf")
         self._is_first = False
         sums = {names: self._sums[names] / total for names in self.rows}
         one = torch.ones((), dtype=self.problem.space.dtype, device=self.problem.space.device)
@@ -253,10 +295,13 @@ def refuse_batch_norms(call: str, model: object) -> None:
             refuse(f"{call}: {path!r} normalizes by the batch", "running statistics and model.eval()", module)
 
 
-def _is_known(layer: Any, weight: Any) -> bool:
+def _is_known(layer: Any, params: list[Any]) -> bool:
     """Return whether the block of a layer is a Kronecker product. A subclass may compute anything."""
-    if type(layer) not in (*KNOWN, nn.Embedding) or weight.shape != layer.weight.shape:
-        return False  # including a bias without its weight
+    weight, *rest = params
+    if type(layer) not in (*KNOWN, nn.Embedding) or weight is not layer.weight:
+        return False  # such as a bias without its weight, or a weight that is pruned
+    if any(p is not getattr(layer, "bias", None) for p in rest):
+        return False
     options = {"groups": 1, "scale_grad_by_freq": False, "max_norm": None}
     return all(getattr(layer, name, value) == value for name, value in options.items())
 

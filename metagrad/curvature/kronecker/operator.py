@@ -76,7 +76,8 @@ def kfac(
         correct: Replace the eigenvalues of the products by the moments of the examples' gradients in the eigenbasis
             (EK-FAC). The trace is then the trace of the Fisher matrix.
         fisher: The labels, as for :func:`fisher`. ``"sampled"`` costs ``samples`` backward passes for each batch.
-            ``"exact"`` costs one for each output of an example.
+            ``"exact"`` costs one for each output of an example. ``"empirical"`` adds the gradients of all positions
+            of an example, also if ``loss_fn`` flattens positions. :func:`fisher` then counts each position.
         samples: Number of labels drawn for each datum.
         generator: Draws the labels.
         sharing: How a layer with several positions is approximated. ``"expand"`` treats each position as an example,
@@ -88,8 +89,9 @@ def kfac(
             get the matrix of all data. None uses only the data of this process.
 
     Raises:
-        ValueError: As for :func:`fisher`. It is also raised if a batch norm is in training mode, or if a parameter
-            has no known layer or is used outside of the calls of its layer.
+        ValueError: As for :func:`fisher`. It is also raised if a batch norm is in training mode, a parameter has no
+            known layer, or its gradient is not the gradient of a plain layer, as for a weight that is used elsewhere.
+            A weight of the loss is negative, no label counts, or a sum is NaN or Inf.
         TypeError: ``model`` is no module, or the data can be iterated over only once.
 
     Example:
@@ -139,6 +141,13 @@ def _columns(
     evaluation: ModelEvaluation, fisher: Kind, samples: int, labels: Labels, count: float | Tensor | None
 ) -> Iterator[list[Tensor]]:
     """Yield cotangents of the outputs. Their outer products for each example add up to ``count`` times the matrix."""
+    known = evaluation.known
+    if known is not None and bool((known.scale < 0).any()):
+        refuse(
+            f"{evaluation.problem.call}: weights of the loss",
+            "numbers of 0 or more",
+            known.scale.min().item(),
+        )
     root = 1.0 if count is None else float(count) ** 0.5  # the square root of an int64 tensor is float32
     if fisher == "exact":
         known = known_loss(evaluation)

@@ -74,6 +74,7 @@ class Examples:
     """
 
     def __init__(self, call: str, fn: Callable[..., Tensor], data: Any) -> None:
+        self.call = call
         self.data: tuple[Any, ...] = data if is_a(data, tuple) else (data,)
         self.fn = fn
         tensors = tensors_in(self.data)
@@ -127,7 +128,12 @@ class Examples:
             if not self._may_have_norms:  # a function mode costs as much as a small operation
                 return mapped(params, *self.data)
             with composite_norms() as norms:
-                found = mapped(params, *self.data)
+                try:
+                    found = mapped(params, *self.data)
+                except RuntimeError as error:
+                    if "random operation" not in str(error):
+                        raise
+                    raise ValueError(f"{self.call}: fn draws random numbers. Call model.eval().") from error
         self._may_have_norms = norms.has_handled
         return found
 

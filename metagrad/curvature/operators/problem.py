@@ -204,8 +204,8 @@ class ModelEvaluation:
     @property
     def num_examples(self) -> int:
         """Number of examples: the first dimension of the input, or of the known output if that has fewer."""
-        count = num_data(self.problem.call, self.batch)
-        return self.known.num_data if self.known is not None and self.known.num_data % count else count
+        count, known = num_data(self.problem.call, self.batch), self.known
+        return known.num_data if known is not None and count and known.num_data % count else count
 
     def loss_gradients(self) -> list[Tensor]:
         """Return the gradient of the loss with respect to each of the ``outputs``."""
