@@ -6,7 +6,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_501, "experiments": 10_179, "tests": 28_556}
+LINES = {"metagrad": 24_608, "experiments": 10_179, "tests": 28_705}
 FILES = {"metagrad": 260, "experiments": 79}
 
 
