@@ -16,6 +16,7 @@ from metagrad.autograd.derivatives.recorded import (
     split_rows,
     tensors_of,
 )
+from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_count, check_function, is_a
 from metagrad.core.norms import every_order
 from metagrad.core.substitution import checked_reruns
@@ -69,7 +70,8 @@ def implicit_diff(
             each. A parameter that the loss does not depend on is a constant.
         method: An inverse of the Hessian: CG, Neumann, Exact or FirstOrder with a scale. Only CG and Exact,
             without damping, are correct at a higher order.
-        order: How often the minimum can be differentiated. Above 1, the loss is evaluated again for each order.
+        order: How often the minimum can be differentiated. Above 1, the loss is evaluated again for each order,
+            with the same random numbers.
         call: Name of the caller in errors.
 
     Returns:
@@ -109,8 +111,10 @@ def implicit_diff(
             "torch.autograd.grad."
         )
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    random = RandomState()
     with checked_reruns(call, nested=call != CALL):  # iMAML calls copies of the model, which may run again
         losses = inner_loss(leaves)
+    random.close()
     split = losses if isinstance(losses, SplitLoss) else None
     losses = losses if split is None else split.losses
     hessians = _TaskHessians(call, losses, _entering(losses, leaves) or leaves, split)
@@ -133,7 +137,7 @@ def implicit_diff(
         )
 
     def residual(rows: Tensor) -> Tensor:
-        with torch.enable_grad(), every_order():
+        with torch.enable_grad(), every_order(), random.restored():
             again = inner_loss(dict(zip(hessians.names, tensors_of(rows, hessians.leaves), strict=True)))
         assert isinstance(again, Tensor)
         return -torch.autograd.grad(again.sum(), rows, create_graph=True)[0]

@@ -20,6 +20,7 @@ from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, tree_flatten, tree_unflatten
+from metagrad.curvature.linear_map import FACTORIZED
 from metagrad.curvature.solvers.gmres import gmres
 from metagrad.curvature.solvers.implicit import Inverse, attach, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, length
@@ -105,7 +106,7 @@ def root(
 
     Raises:
         ValueError: An argument is out of its range, or the values of ``f`` differ in shape from ``x0``.
-        TypeError: ``f`` is not callable, or ``x0`` has an entry that is not a floating point tensor.
+        TypeError: ``f`` is not callable, or the tensors of ``x0`` are not all float32 or all float64.
         SolveError: With ``throw``, a row did not converge. In a backward pass, the linear solve failed, for
             example because the Jacobian is singular.
 
@@ -265,8 +266,12 @@ class RootProblem:
                 f"{call}: it does not work inside a torch.func transform. Differentiate by backward()."
             )
         leaves, self._form = tree_flatten(x)
-        if not leaves or not all(is_a(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves):
-            raise TypeError(f"{call}: the start must be a tensor, or a pytree of floating point tensors.")
+        dtypes: set[object] = {leaf.dtype if is_a(leaf, Tensor) else type(leaf) for leaf in leaves}
+        if len(dtypes) != 1 or not dtypes <= {*FACTORIZED}:
+            raise TypeError(
+                f"{call}: the start must be a tensor, or a pytree of floating point tensors, all float32 or all "
+                f"float64, got {', '.join(map(str, dtypes)) or 'no tensor'}. Convert it, as by x0.float()."
+            )
         rows = {leaf.shape[:batch_ndim] for leaf in leaves}
         if len(rows) > 1 or (rows == {()} and batch_ndim):
             refuse(call, "tensors [k, ...], since batch_ndim=1", [*map(list, rows)])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.grad import grad
+from metagrad.autograd.derivatives.recorded import checked_leaves
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten, widened
@@ -33,8 +34,7 @@ def sharpness_aware(
     optimizer may minimize this loss. At a gradient of zero, there is no direction, and the loss is
     :math:`L(\theta)`.
 
-    The loss is evaluated twice: dropout draws two masks, and BatchNorm in training updates its statistics
-        twice.
+    The loss is evaluated twice: dropout draws two masks, and BatchNorm in training updates its statistics twice.
 
     Args:
         loss_fn: ``loss_fn(params, *args)``, a tensor with one element.
@@ -47,8 +47,8 @@ def sharpness_aware(
         The loss one step uphill, differentiable.
 
     Raises:
-        ValueError: ``order`` or ``rho`` is out of its range, or the loss does not use a parameter. With ``order=2``,
-            it is also raised if torch has no second derivative of an operation, or an incorrect second derivative.
+        ValueError: ``order`` or ``rho`` is out of its range, or the loss does not use a parameter, or a parameter
+            has two names. With ``order=2``, it is also raised if torch has no second derivative of an operation, or an incorrect second derivative.
         TypeError: A gradient is sparse, since a step uphill would be as large as its table.
 
     Example:
@@ -70,8 +70,8 @@ def sharpness_aware(
         raise ValueError(f"{_CALL}: order must be 1 or 2, got {order!r}.")
     if not is_a(rho, int, float, Tensor) or (isinstance(rho, Tensor) and rho.numel() != 1) or not rho >= 0:
         raise ValueError(f"{_CALL}: rho must be one number, at least 0, got {rho!r}.")
+    leaves = checked_leaves(_CALL, params).values()
     gradient, spec = tree_flatten(grad(loss_fn(params, *args), params, create_graph=order == 2))
-    leaves = tree_flatten(params)[0]
     _refuse_sparse(params, gradient)
     # The norm of float16 tensors may overflow float16.
     wide = list(map(widened, gradient))

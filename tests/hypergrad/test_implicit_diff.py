@@ -99,6 +99,19 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(first, lam)
 
 
+def test_dropout_in_the_loss_draws_one_mask_for_all_orders():
+    lam = torch.arange(1.0, 9.0, dtype=torch.float64, requires_grad=True)
+
+    def inner(params):
+        distance = (params["phi"] - lam**2) ** 2
+        return (distance + torch.nn.functional.dropout(distance)).sum()
+
+    found = implicit_diff(inner, {"phi": lam.detach() ** 2}, method=hypergrad.CG(), order=2)
+    (first,) = torch.autograd.grad(found["phi"].sum(), lam, create_graph=True)
+    torch.testing.assert_close(first, 2 * lam)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), lam)[0], torch.full_like(lam, 2.0))
+
+
 def test_without_grad_mode_there_is_no_graph():
     lam = torch.tensor(3.0, requires_grad=True)
     with torch.no_grad():

@@ -186,8 +186,12 @@ def test_wrong_arguments_are_errors():
     for method in ("anderson", Anderson):
         with pytest.raises(TypeError, match=r"fixed_point\(g, z0\): method: expected a method such as"):
             fixed_point(torch.cos, torch.ones(2), method=method)
-    with pytest.raises(TypeError, match="pytree of floating point tensors"):
-        root(lambda x: x, torch.ones(2, dtype=torch.int64))
+    ones = torch.ones(2)
+    for start in (ones.long(), ones.half(), ones.bfloat16(), {"a": ones, "b": ones.double()}, [], [1.0]):
+        with pytest.raises(
+            TypeError, match=r"root\(f, x0\): .*pytree of floating point tensors, all float32 or"
+        ):
+            root(lambda x: x, start)
     with pytest.raises(ValueError, match=r"expected tensors \[k, ...\]"):
         root(lambda x: x, [torch.ones(2), torch.ones(3)], batch_ndim=1)
     with pytest.raises(ValueError, match="max_steps"):

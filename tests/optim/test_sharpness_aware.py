@@ -94,6 +94,8 @@ def test_what_it_refuses(params):
             sharpness_aware(loss_fn, params, rho=rho)
     with pytest.raises(ValueError, match=r"the loss does not depend on params\['c'\]"):
         sharpness_aware(loss_fn, {**params, "c": torch.zeros(1, requires_grad=True)})
+    with pytest.raises(ValueError, match=call + r"params\['a'\] and params\['c'\] are one tensor"):
+        sharpness_aware(lambda p: loss_fn(p) * p["c"].sum(), {**params, "c": params["a"]})
     table = torch.nn.Embedding(4, 2, sparse=True)
     with pytest.raises(TypeError, match=call + r"the gradient of params\['weight'\] is sparse"):
         sharpness_aware(lambda p: table(torch.tensor([1])).square().sum(), dict(table.named_parameters()))
