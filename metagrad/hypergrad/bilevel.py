@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeIs
 
 from metagrad.core._torch import backward
 from metagrad.core.checks import check_count, check_function

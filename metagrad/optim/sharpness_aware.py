@@ -47,8 +47,8 @@ def sharpness_aware(
         The loss one step uphill, differentiable.
 
     Raises:
-        ValueError: ``order`` or ``rho`` is out of its range, the loss does not use a parameter, or a parameter has two
-            names. With ``order=2``, it is also raised if torch has no second derivative of an operation, or an
+        ValueError: ``order`` or ``rho`` is out of its range, the loss does not use a parameter, or a parameter has
+            two names. With ``order=2``, it is also raised if torch has no second derivative of an operation, or an
             incorrect second derivative.
         TypeError: A gradient is sparse, since a step uphill would be as large as its table.
 
