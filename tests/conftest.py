@@ -114,6 +114,14 @@ def _same_random_numbers():
     restart_random_numbers()
 
 
+@pytest.fixture
+def doubles():
+    """Make float64 the default dtype of a test."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef):
     """Set up shared fixtures with the same random numbers, for any order of tests."""

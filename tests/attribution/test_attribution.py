@@ -23,14 +23,9 @@ from metagrad.attribution import (
     subsets,
 )
 
+pytestmark = pytest.mark.usefixtures("doubles")
+
 R = mg.optim.rules
-
-
-@pytest.fixture(autouse=True)
-def _doubles():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def classifier(model=None, rule=None, n=20, **options):

@@ -15,6 +15,8 @@ from metagrad.distributed import average_gradients
 from tests.distributed.processes import in_processes
 from tests.marks import slow
 
+pytestmark = pytest.mark.usefixtures("doubles")
+
 R = mg.optim.rules
 PAGE = Path(__file__).parents[2] / "docs/scale.md"
 
@@ -278,13 +280,6 @@ CASES = {
 def found(request, tmp_path_factory):
     cases = CASES | {"dropout": dropout, "errors": errors, "page": page}
     return in_processes(request.param, cases, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture(autouse=True)
-def _doubles():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", CASES)

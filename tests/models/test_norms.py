@@ -6,10 +6,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.models import batch_norm, composite_norms, instance_norm, layer_norm
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.draws import draw
 
 
 def affine(size):

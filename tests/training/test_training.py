@@ -9,6 +9,8 @@ from torch import nn
 
 import metagrad as mg
 
+pytestmark = pytest.mark.usefixtures("doubles")
+
 R = mg.optim.rules
 STEP = 1e-6  # of the central differences: their error is of order STEP**2 + eps / STEP
 
@@ -62,13 +64,6 @@ RULES = {
     "soap": lambda: R.soap(lr=0.01, eps=1e-2, shift=1e-2, basis_every=3),
     "schedule": lambda: R.sgd(lr=[0.1, 0.2, 0.1, 0.05, 0.1, 0.1, 0.1, 0.1]),
 }
-
-
-@pytest.fixture(autouse=True)
-def _doubles():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def problem(model="mlp", rule="momentum", **options):

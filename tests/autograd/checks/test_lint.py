@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import metagrad as mg
 from metagrad.autograd import Finding, lint
 from metagrad.autograd.checks.lint_rules import RULES, is_piecewise_linear
+from tests.draws import draw
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
@@ -34,12 +35,8 @@ PATTERN = torch.tensor([[True, False], [True, True]])
 TARGET = torch.tensor([0, 2, 1, 3])
 
 
-def values(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def positive(*shape: int) -> Tensor:
-    return values(*shape).abs() + 0.5
+    return draw(*shape).abs() + 0.5
 
 
 def placed(v: Tensor) -> Tensor:
@@ -132,91 +129,91 @@ CASES = {
     "sparse_coo_tensor": Planted(
         lambda v, d: coo(v).to_dense() * d,
         lambda v, d: placed(v) * d,
-        (values(3), values(2, 2)),
+        (draw(3), draw(2, 2)),
         ("SparseCooTensorWithDimsAndTensorsBackward0", "cut", 2),
     ),
     "sparse_csr_tensor": Planted(
         lambda v, d: csr(v).to_dense() * d,
         lambda v, d: placed(v) * d,
-        (values(3), values(2, 2)),
+        (draw(3), draw(2, 2)),
         ("SparseCompressedTensorBackward0", "error", 2),
     ),
     "values of CSR": Planted(
         lambda a: a.to_sparse_csr().values(),
         lambda a: a.flatten(),
-        (values(2, 2),),
+        (draw(2, 2),),
         ("ValuesBackward0", "cut", 2),
     ),
     "values of COO": Planted(
         lambda a: a.to_sparse().coalesce().values(),
         lambda a: a.flatten(),
-        (values(2, 2),),
+        (draw(2, 2),),
         ("ValuesBackward0", "cut", 3),
     ),
     "to_dense": Planted(
         lambda a: (a.to_sparse() * 2).to_dense() ** 2,
         lambda a: (a * 2) ** 2,
-        (values(2, 2),),
+        (draw(2, 2),),
         ("ToDenseBackward0", "error", 3),
     ),
     "sparse_mask": Planted(
         lambda a: a.sparse_mask(constant(coo).coalesce()).to_dense(),
         lambda a: a * PATTERN,
-        (values(2, 2),),
+        (draw(2, 2),),
         ("SparseMaskBackward0", "error", 2),
     ),
     "sparse.mm of CSR": Planted(
         lambda a, b: torch.sparse.mm(a.to_sparse_csr(), b),
         torch.mm,
-        (values(2, 2), values(2, 2, seed=1)),
+        (draw(2, 2), draw(2, 2, seed=1)),
         ("SparseAddmmBackward0", "error", 1),
     ),
     "sparse.mm of COO": Planted(
         lambda a, b: torch.sparse.mm(a.to_sparse(), b),
         torch.mm,
-        (values(2, 2), values(2, 2, seed=1)),
+        (draw(2, 2), draw(2, 2, seed=1)),
         ("SparseAddmmBackward0", "error", 3),
     ),
     "sparse @ sparse": Planted(
         lambda a, b: torch.sparse.mm(a.to_sparse(), b.to_sparse()).to_dense(),
         torch.mm,
-        (values(2, 2), values(2, 2, seed=1)),
+        (draw(2, 2), draw(2, 2, seed=1)),
         ("SparseSparseMatmulBackward0", "error", 2),
     ),
     "sampled_addmm": Planted(
         lambda a, b: torch.sparse.sampled_addmm(constant(csr), a, b).to_dense(),
         lambda a, b: (1 + a @ b) * PATTERN,
-        (values(2, 2), values(2, 2, seed=1)),
+        (draw(2, 2), draw(2, 2, seed=1)),
         ("SparseSampledAddmmBackward0", "error", 2),
     ),
     "sparse.softmax": Planted(
         lambda a: torch.sparse.softmax(a.to_sparse(), 1).to_dense(),
         lambda a: a.softmax(1),
-        (values(2, 2),),
+        (draw(2, 2),),
         ("SparseSoftmaxBackward0", "error", 2),
     ),
     "sparse.log_softmax": Planted(
         lambda a: torch.sparse.log_softmax(a.to_sparse(), 1).to_dense(),
         lambda a: a.log_softmax(1),
-        (values(2, 2),),
+        (draw(2, 2),),
         ("SparseLogSoftmaxBackward0", "error", 2),
     ),
     "sparse.sum": Planted(
         lambda a: torch.sparse.sum(a.to_sparse(), 1).to_dense(),
         lambda a: a.sum(1),
-        (values(2, 2),),
+        (draw(2, 2),),
         ("SparseSumBackward0", "error", 2),
     ),
     "sparse.mm with reduce": Planted(
         lambda a, b: torch.sparse.mm(a.to_sparse_csr(), b, "mean"),
         lambda a, b: a @ b / 2,
-        (values(2, 2), values(2, 2, seed=1)),
+        (draw(2, 2), draw(2, 2, seed=1)),
         ("SparseMmReduceImplBackward0", "error", 2),
     ),
     "embedding, sparse": Planted(
         lambda t: F.embedding(IDS, t, sparse=True),
         lambda t: t[IDS],
-        (values(3, 2),),
+        (draw(3, 2),),
         ("EmbeddingBackward0", "cut", 3),
     ),
     "embedding, scaled by frequency": Planted(
@@ -224,71 +221,71 @@ CASES = {
         lambda t: (
             (rows := t[IDS]) / IDS.bincount()[IDS, None] + (rows - rows / IDS.bincount()[IDS, None]).detach()
         ),
-        (values(3, 2),),
+        (draw(3, 2),),
         ("EmbeddingBackward0", "wrong", 2),
     ),
     "gather, sparse": Planted(
         lambda t: torch.gather(t, 0, IDS[:3, None], sparse_grad=True),
         lambda t: t[IDS[:3], :1],
-        (values(3, 2),),
+        (draw(3, 2),),
         ("GatherBackward0", "cut", 3),
     ),
     "embedding_bag": Planted(
         lambda t: F.embedding_bag(IDS, t, OFFSETS, mode="sum"),
         lambda t: t[IDS].view(2, 2, -1).sum(1),
-        (values(3, 2),),
+        (draw(3, 2),),
         ("EmbeddingBagBackward0", "error", 2),
     ),
     "segment_reduce": Planted(
         lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 2])),
         lambda x: torch.stack([x[0], x[1:].sum()]),
-        (values(3),),
+        (draw(3),),
         ("SegmentReduceBackward0", "error", 2),
     ),
     "cdist": Planted(
         torch.cdist,
         lambda a, b: (a[:, None] - b).norm(dim=-1),
-        (values(3, 2), values(4, 2, seed=1)),
+        (draw(3, 2), draw(4, 2, seed=1)),
         ("CdistBackward0", "error", 2) if torch.__version__ < "2.14" else None,
     ),
     "pdist": Planted(
         F.pdist,
         lambda a: (a[[0, 0, 1]] - a[[1, 2, 2]]).norm(dim=-1),
-        (values(3, 2),),
+        (draw(3, 2),),
         ("PdistBackward0", "error", 2) if torch.__version__ < "2.14" else ("PdistBackward0", "wrong", 3),
     ),
-    "ctc_loss": Planted(ctc, ctc_by_paths, (values(4, 1, 3),), ("CtcLossBackward0", "error", 2)),
+    "ctc_loss": Planted(ctc, ctc_by_paths, (draw(4, 1, 3),), ("CtcLossBackward0", "error", 2)),
     "multi_margin_loss": Planted(
         lambda x: F.multi_margin_loss(x, TARGET[:1]),
         lambda x: (1 - x[0, 0] + x[0, 1:]).clamp_min(0).sum() / 3,
-        (values(1, 3),),
+        (draw(1, 3),),
         ("MultiMarginLossBackward0", "error", 2),
     ),
     "multilabel_margin_loss": Planted(
         lambda x: F.multilabel_margin_loss(x, torch.tensor([[0, -1, -1]])),
         lambda x: (1 - x[0, 0] + x[0, 1:]).clamp_min(0).sum() / 3,
-        (values(1, 3),),
+        (draw(1, 3),),
         ("MultilabelMarginLossBackward0", "error", 2),
     ),
     "linear_cross_entropy in chunks": Planted(
         chunked_cross_entropy,
         lambda x, w: F.cross_entropy(x @ w.T, TARGET),
-        (values(4, 3), values(4, 3, seed=1)),
+        (draw(4, 3), draw(4, 3, seed=1)),
         ("GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward", "cut", 2),
     ),
     "hardsigmoid": Planted(
-        F.hardsigmoid, lambda x: F.relu6(x + 3) / 6, (values(4),), ("HardsigmoidBackward0", "error", 2)
+        F.hardsigmoid, lambda x: F.relu6(x + 3) / 6, (draw(4),), ("HardsigmoidBackward0", "error", 2)
     ),
     "logcumsumexp": Planted(
         lambda x: x.logcumsumexp(0),
         lambda x: (x - x.max()).exp().cumsum(0).log() + x.max(),
-        (values(4),),
+        (draw(4),),
         ("LogcumsumexpBackward0", "wrong", 3),
     ),
     "_masked_softmax": Planted(
         lambda x: torch._masked_softmax(x, ~PATTERN, 1, 0),
         lambda x: torch.where(PATTERN, x, -torch.inf).softmax(1),
-        (values(2, 2),),
+        (draw(2, 2),),
         ("MaskedSoftmaxBackward0", "error", 2),
     ),
     "Gamma.rsample": Planted(
@@ -302,53 +299,53 @@ CASES = {
             x.float(), s.float(), torch.zeros(1), 0, 255, 1.0
         ).double(),
         None,
-        (values(3), positive(1)),
+        (draw(3), positive(1)),
         ("FakeQuantizeLearnablePerTensorAffineBackward0", "error", 2),
     ),
     "layer_norm": Planted(
         lambda x: F.layer_norm(x, (5,)),
         lambda x: normalised(x, 1),
-        (values(3, 5),),
+        (draw(3, 5),),
         ("NativeLayerNormBackward0", "wrong", 3),
     ),
     "batch_norm": Planted(
         lambda x: F.batch_norm(x, None, None, training=True),
         lambda x: normalised(x, 0),
-        (values(4, 3),),
+        (draw(4, 3),),
         ("NativeBatchNormBackward0", "wrong", 3),
     ),
     "weight_norm": Planted(
         lambda v, g: torch._weight_norm(v, g, 0),
         lambda v, g: g * v / v.norm(dim=1, keepdim=True),
-        (values(3, 4), positive(3, 1)),
+        (draw(3, 4), positive(3, 1)),
         ("WeightNormInterfaceBackward0", "wrong", 2),
     ),
     "conv_transpose with output_padding": Planted(
         lambda x, w: F.conv_transpose1d(x, w, stride=2, output_padding=1),
         lambda x, w: F.pad(F.conv_transpose1d(x, w, stride=2), (0, 1)),
-        (values(1, 2, 3), values(2, 2, 3, seed=1)),
+        (draw(1, 2, 3), draw(2, 2, 3, seed=1)),
         ("ConvolutionBackward0", "error", 3),
     ),
     "scaled_dot_product_attention": Planted(
         F.scaled_dot_product_attention,
         attention,
-        (values(1, 1, 3, 4), values(1, 1, 3, 4, seed=1), values(1, 1, 3, 4, seed=2)),
+        (draw(1, 1, 3, 4), draw(1, 1, 3, 4, seed=1), draw(1, 1, 3, 4, seed=2)),
         ("ScaledDotProductFlashAttentionForCpuBackward0", "error", 2),
     ),
-    "once_differentiable": Planted(Once.apply, lambda x: x**3, (values(3),), ("OnceBackward", "cut", 2)),
+    "once_differentiable": Planted(Once.apply, lambda x: x**3, (draw(3),), ("OnceBackward", "cut", 2)),
     "MaskedTensor": Planted(
         lambda x: as_masked_tensor(x, PATTERN).to_tensor(0.0),
         lambda x: x * PATTERN,
-        (values(2, 2),),
+        (draw(2, 2),),
         ("GetDataBackward", "cut", 2),
     ),
     "checkpoint, reentrant": Planted(
         lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True),
         torch.sin,
-        (values(3),),
+        (draw(3),),
         ("CheckpointFunctionBackward", "error", 1),
     ),
-    "torch.compile": Planted(compiled, torch.sin, (values(3),), ("CompiledFunctionBackward", "error", 2)),
+    "torch.compile": Planted(compiled, torch.sin, (draw(3),), ("CompiledFunctionBackward", "error", 2)),
 }
 
 ON_CUDA_ONLY = {
@@ -495,7 +492,7 @@ def test_once_differentiable_is_seen_under_other_decorators():
         def backward(ctx, g):
             return g * 2
 
-    assert found(Wrapped.apply(values(3).requires_grad_()), 2) == {("WrappedBackward", "cut", 2)}
+    assert found(Wrapped.apply(draw(3).requires_grad_()), 2) == {("WrappedBackward", "cut", 2)}
 
 
 def mlp(*between: nn.Module) -> nn.Sequential:
@@ -552,7 +549,7 @@ GOOD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_models_raise_the_expected_alarms_and_no_others(name):
     model, expected = GOOD[name]
-    x = values(3, 4).requires_grad_()
+    x = draw(3, 4).requires_grad_()
     loss = model(x).exp().mean()
     assert found(loss, 3) == set(expected)
     assert found(loss, 2) == {f for f in expected if f[2] <= 2}
@@ -560,11 +557,11 @@ def test_models_raise_the_expected_alarms_and_no_others(name):
 
 @pytest.mark.parametrize("name", [name for name, (_, expected) in GOOD.items() if not expected])
 def test_models_without_alarms_are_right_to_order_three(name):
-    assert mg.gradcheck(GOOD[name][0], values(3, 4).requires_grad_(), order=3, directions=1)
+    assert mg.gradcheck(GOOD[name][0], draw(3, 4).requires_grad_(), order=3, directions=1)
 
 
 def test_a_finding_is_a_sentence_and_the_nearest_comes_first():
-    x = values(3, 5).requires_grad_()
+    x = draw(3, 5).requires_grad_()
     loss = F.layer_norm(F.layer_norm(F.hardsigmoid(x), (5,)), (5,)).sum()
     assert "derivatives of order 2 silently lose terms" in str(lint(Once.apply(x).sum())[0])
     first, second = lint(loss, order=3)

@@ -15,11 +15,7 @@ import metagrad as mg
 from metagrad.autograd.recompute.replay import record
 from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.sparse import Pattern, SparseTensor
-
-
-def randn(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+from tests.draws import leaf
 
 
 def derivatives(fn, inputs, orders=3) -> list[Tensor]:
@@ -65,14 +61,12 @@ def test_derivatives_equal_those_of_the_plain_call(form):
         "twice the same tensor": lambda x, w: layer(layer(x, w), w),
         "a closure that is returned as it is": lambda x, w: w.sum() * layer(x, w),
     }.get(form, layer)
-    assert_same_derivatives(FORMS[form], plain, (randn(3, 4), randn(4, 4, seed=1)))
+    assert_same_derivatives(FORMS[form], plain, (leaf(3, 4), leaf(4, 4, seed=1)))
 
 
 def test_one_tensor_in_two_places_has_the_sum_of_both_derivatives():
-    assert_same_derivatives(
-        lambda x: mg.checkpoint(torch.mul, x, x.sin()), lambda x: x * x.sin(), (randn(4),)
-    )
-    assert_same_derivatives(lambda x: mg.checkpoint(torch.mul, x, x), lambda x: x * x, (randn(4),))
+    assert_same_derivatives(lambda x: mg.checkpoint(torch.mul, x, x.sin()), lambda x: x * x.sin(), (leaf(4),))
+    assert_same_derivatives(lambda x: mg.checkpoint(torch.mul, x, x), lambda x: x * x, (leaf(4),))
 
 
 class Block(nn.Module):
@@ -96,7 +90,7 @@ def meta_gradient(recompute: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Block(recompute)
     params = {k: p.detach().clone().requires_grad_() for k, p in model.named_parameters()}
-    x = randn(5, 4).detach()
+    x = leaf(5, 4).detach()
     fast = params
     for _ in range(3):
         loss = functional_call(model, fast, (x,)).pow(2).sum()
@@ -120,7 +114,7 @@ def test_right_under_functional_call_with_dropout_and_running_statistics():
 @pytest.mark.parametrize("within", [True, False])
 def test_function_modes_of_the_call_are_those_of_its_recomputation(within):
     """Torch disables a mode while it runs autograd.grad, and after the block of the mode. Order 3 shows it."""
-    x, norm = randn(2, 3), torch.nn.LayerNorm(3, dtype=torch.float64)
+    x, norm = leaf(2, 3), torch.nn.LayerNorm(3, dtype=torch.float64)
 
     def third_derivative(fn):
         block = mg.models.composite_norms()
@@ -137,7 +131,7 @@ def test_function_modes_of_the_call_are_those_of_its_recomputation(within):
 
 
 def test_a_generator_of_ones_own_is_set_back_for_the_recomputation():
-    x, generator = randn(5), torch.Generator()
+    x, generator = leaf(5), torch.Generator()
 
     def noisy(x):
         return (x * torch.rand(5, generator=generator, dtype=torch.float64)).sin()
@@ -158,18 +152,18 @@ def test_a_generator_of_ones_own_is_set_back_for_the_recomputation():
 @pytest.mark.parametrize("is_outside", [True, False])
 def test_under_autocast_a_weight_may_be_used_twice(is_leaf, is_outside):
     """The cache of autocast would cast a leaf once, and another tensor twice."""
-    x, leaf = randn(3, 4).float(), randn(4, 4).float().detach().requires_grad_()
+    x, weight = leaf(3, 4).float(), leaf(4, 4, dtype=torch.float32)
 
     def product(w):
         with contextlib.nullcontext() if is_outside else torch.autocast("cpu", dtype=torch.bfloat16):
             return ((x @ w).tanh() @ w).float()
 
     def derivatives(call):
-        w = leaf if is_leaf else leaf * 1
+        w = weight if is_leaf else weight * 1
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_outside):
             y = call(w)
-        first = mg.grad(y.square().sum(), leaf, create_graph=True)
-        return first, mg.grad(first.square().sum(), leaf)
+        first = mg.grad(y.square().sum(), weight, create_graph=True)
+        return first, mg.grad(first.square().sum(), weight)
 
     of_checkpoint, plain = derivatives(lambda w: mg.checkpoint(product, w)), derivatives(product)
     for found, expected in zip(of_checkpoint, plain, strict=True):
@@ -180,21 +174,21 @@ def test_under_autocast_a_weight_may_be_used_twice(is_leaf, is_outside):
 def test_nothing_is_recorded_without_grad_mode():
     calls = []
     with torch.no_grad():
-        y = mg.checkpoint(lambda x: calls.append(1) or x * 2, randn(3))
+        y = mg.checkpoint(lambda x: calls.append(1) or x * 2, leaf(3))
     assert not y.requires_grad
     assert calls == [1]
 
 
 def test_outputs_that_do_not_depend_on_anything_do_not_require_grad():
-    y, n, k = mg.checkpoint(lambda x: (x * 2, torch.arange(3), "text"), randn(3))
+    y, n, k = mg.checkpoint(lambda x: (x * 2, torch.arange(3), "text"), leaf(3))
     assert y.requires_grad
     assert not n.requires_grad
     assert k == "text"
 
 
 def test_the_graph_of_the_gradient_is_not_stored_either():
-    w = randn(64, 64)
-    x = randn(64, 64)
+    w = leaf(64, 64)
+    x = leaf(64, 64)
 
     def deep(x):
         for _ in range(20):
@@ -226,7 +220,7 @@ class Product(torch.autograd.Function):
 
 
 def test_custom_functions_inside():
-    x, w = randn(4), randn(4, seed=1)
+    x, w = leaf(4), leaf(4, seed=1)
     plain = lambda x, w: Product.apply(x, w).tanh()  # noqa: E731
     assert_same_derivatives(lambda x, w: mg.checkpoint(plain, x, w), plain, (x, w))
     apart = lambda x, w: Product.apply(w, w).tanh() * x  # noqa: E731
@@ -243,7 +237,7 @@ class Hidden:
 
 
 def test_a_leaf_that_cannot_be_found():
-    x, w = randn(3, 4), randn(4, 4, seed=1)
+    x, w = leaf(3, 4), leaf(4, 4, seed=1)
     hidden = Hidden(w)
     assert_same_derivatives(lambda x, w: mg.checkpoint(lambda x: layer(x, hidden.tensor), x), layer, (x, w))
     both = lambda x, w: layer(x, w) * w.sum()  # noqa: E731
@@ -258,7 +252,7 @@ def test_a_leaf_that_cannot_be_found():
     "form", ["a tuple", "a partial", "a default", "an attribute", "a list in a dict", "a global"]
 )
 def test_tensors_with_a_graph_are_found_wherever_a_function_keeps_them(form):
-    x, w = randn(3, 4), randn(4, 4, seed=1)
+    x, w = leaf(3, 4), leaf(4, 4, seed=1)
 
     def recomputed(x, w):
         v = w.sin()
@@ -282,7 +276,7 @@ def test_tensors_with_a_graph_are_found_wherever_a_function_keeps_them(form):
 
 
 def test_a_hook_of_a_parameter_runs_once():
-    x, w = randn(3, 4), randn(4, 4, seed=1)
+    x, w = leaf(3, 4), leaf(4, 4, seed=1)
     w.register_hook(lambda g: 2 * g)
     expected = torch.autograd.grad(layer(x, w).sum(), w)[0]
     for fn in (lambda: mg.checkpoint(layer, x, w), lambda: mg.checkpoint(lambda x: layer(x, w), x)):
@@ -290,7 +284,7 @@ def test_a_hook_of_a_parameter_runs_once():
 
 
 def test_a_leaf_that_the_function_makes_is_not_kept():
-    x = randn(3, 4)
+    x = leaf(3, 4)
 
     def first_order(x):
         w = x.detach().sin().requires_grad_()
@@ -339,7 +333,7 @@ def test_a_large_constant_that_is_written_into_is_refused():
 def test_what_is_dropped_is_free_before_garbage_is_collected(order):
     """A circle of references that holds a tensor would keep it until the collector runs."""
     pattern = Pattern(torch.arange(4), torch.arange(4), (4, 4))
-    x, w, values = randn(4, 3), randn(3, 3, seed=1), randn(4, seed=2)
+    x, w, values = leaf(4, 3), leaf(3, 3, seed=1), leaf(4, seed=2)
 
     def compute():
         loss = mg.checkpoint(lambda x: SparseTensor(pattern, values) @ layer(x, w), x).square().sum()

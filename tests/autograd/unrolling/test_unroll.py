@@ -10,19 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import metagrad as mg
+from tests.draws import leaf
 
 MEMORIES = ["full", "step", "sqrt", "log", 1800, "1MiB"]
 
 
-def randn(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
 def problem():
     """State, arguments and a step of gradient descent with a closure, on a loss without symmetries."""
-    state = {"a": randn(2, 4), "b": randn(3, seed=1)}
-    lr, w = torch.tensor(0.1, dtype=torch.float64, requires_grad=True), randn(4, 4, seed=2)
+    state = {"a": leaf(2, 4), "b": leaf(3, seed=1)}
+    lr, w = torch.tensor(0.1, dtype=torch.float64, requires_grad=True), leaf(4, 4, seed=2)
 
     def step(state, t, lr):
         loss = ((state["a"] @ w).tanh() ** 2).sum() + state["b"].pow(4).sum() + 0.01 * t * state["b"].sum()
@@ -79,7 +75,7 @@ def test_gradient_descent_on_a_quadratic_has_its_closed_form(memory):
 
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_steps_zero_returns_the_state_and_no_aux(memory):
-    x = randn(3)
+    x = leaf(3)
     state, aux = mg.unroll(lambda x, t: (x, x), {"x": x}, steps=0, memory=memory)
     assert state["x"] is x
     assert aux is None
@@ -90,7 +86,7 @@ def test_constants_in_the_state_and_integer_aux(memory):
     def step(state, t):
         return {"x": state["x"] ** 2, "count": state["count"] + 1, "none": None}, torch.tensor(t)
 
-    state, aux = mg.unroll(step, {"x": randn(2), "count": 0, "none": None}, steps=3, memory=memory)
+    state, aux = mg.unroll(step, {"x": leaf(2), "count": 0, "none": None}, steps=3, memory=memory)
     assert state["count"] == 3
     assert aux.tolist() == [0, 1, 2]
     assert state["x"].requires_grad
@@ -99,7 +95,7 @@ def test_constants_in_the_state_and_integer_aux(memory):
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("no_grad", [True, False])
 def test_without_create_graph_the_loop_runs_and_keeps_nothing(memory, no_grad):
-    w = randn(3)
+    w = leaf(3)
 
     def step(w, t):
         loss = (w**4).sum()
@@ -118,7 +114,7 @@ def test_without_create_graph_the_loop_runs_and_keeps_nothing(memory, no_grad):
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_only_what_needs_a_gradient_gets_one(memory):
-    x, frozen = randn(3), torch.ones(3, dtype=torch.float64)
+    x, frozen = leaf(3), torch.ones(3, dtype=torch.float64)
     last, aux = mg.unroll(
         lambda s, t, f: ({"x": s["x"] * f + s["c"], "c": s["c"]}, s["c"]),
         {"x": x, "c": frozen},
@@ -145,7 +141,7 @@ BAD_STEPS = {
 def test_a_step_that_changes_its_state_is_refused(memory, case):
     step, message = BAD_STEPS[case]
     with pytest.raises(ValueError, match=message):
-        mg.unroll(step, {"x": randn(3)}, steps=2, memory=memory)
+        mg.unroll(step, {"x": leaf(3)}, steps=2, memory=memory)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -187,10 +183,10 @@ BATCHES = 6
 def on_batches(by_rows, **options):
     """Return the first and second derivatives of a training on batches, with a learning rate for each."""
     x, order, rates, w = (
-        randn(BATCHES, 3, 4),
+        leaf(BATCHES, 3, 4),
         torch.arange(BATCHES) % 2,
-        randn(BATCHES, seed=1),
-        randn(4, seed=2),
+        leaf(BATCHES, seed=1),
+        leaf(4, seed=2),
     )
     scale = torch.tensor(1.2, dtype=torch.float64, requires_grad=True)
 
@@ -223,7 +219,7 @@ def test_a_training_in_single_precision(rule):
     """At the defaults of the rules. Rounding grows at most linearly with the steps and the terms of a sum."""
 
     def gradient(dtype):
-        x, y, w = (randn(*shape).detach().to(dtype) for shape in ((40, 8, 6), (40, 8), (6,)))
+        x, y, w = (leaf(*shape).detach().to(dtype) for shape in ((40, 8, 6), (40, 8), (6,)))
         weights, start = torch.ones_like(y, requires_grad=True), {"w": w}
         own = getattr(mg.optim.rules, rule)(lr=0.05)
 
@@ -243,7 +239,7 @@ def test_a_training_in_single_precision(rule):
 @pytest.mark.parametrize("memory", ["full", "log"])
 def test_the_gradient_of_inputs_is_written_once(memory):
     """The gradient of an argument has the size of the argument at every step."""
-    x, w, written = randn(BATCHES, 50), randn(50, seed=1), []
+    x, w, written = leaf(BATCHES, 50), leaf(50, seed=1), []
 
     class Written(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -265,9 +261,9 @@ def test_the_gradient_of_inputs_is_written_once(memory):
 
 
 def test_a_list_with_a_tensor_for_each_step_is_better_passed_as_inputs():
-    rates = list(randn(50).requires_grad_())
+    rates = list(leaf(50).requires_grad_())
     with pytest.warns(UserWarning, match=r"reads a list of 50 tensors.*as inputs="):
-        mg.unroll(lambda w, t: (w * rates[t], None), randn(2), steps=50, memory="step")
+        mg.unroll(lambda w, t: (w * rates[t], None), leaf(2), steps=50, memory="step")
 
 
 class _Exp(torch.autograd.Function):
@@ -310,7 +306,7 @@ def test_what_modes_and_hooks_call_is_no_part_of_a_step(mode, memory):
 @pytest.mark.parametrize("held_by", ["closure", "argument", "state"])
 def test_sparse_tensors_of_torch_are_constants(memory, held_by):
     matrix = torch.eye(3, dtype=torch.float64) + 0.5
-    w = randn(3, 2)
+    w = leaf(3, 2)
 
     def gradient(matrix, memory):
         def step(state, t, *args):
@@ -328,7 +324,7 @@ def test_sparse_tensors_of_torch_are_constants(memory, held_by):
 @pytest.mark.parametrize("memory", ["full", "step"])
 @pytest.mark.filterwarnings("ignore:.*because BatchNorm1d in training mode updates running statistics")
 def test_reading_running_statistics_of_differentiated_steps_is_an_error(memory, tmp_path):
-    model, x = torch.nn.BatchNorm1d(2).double(), randn(2**17, 2)  # a size that full graphs are compiled for
+    model, x = torch.nn.BatchNorm1d(2).double(), leaf(2**17, 2)  # a size that full graphs are compiled for
     shared = torch.nn.BatchNorm1d(2).double().eval()
     shared.running_mean, shared.running_var = model.running_mean, model.running_var
     compiled = {"backend": "eager"}

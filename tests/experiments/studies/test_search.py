@@ -22,14 +22,9 @@ from experiments.studies.search import (
     Search,
 )
 
+pytestmark = pytest.mark.usefixtures("doubles")
+
 CLASSES, SIZE = 3, 6
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

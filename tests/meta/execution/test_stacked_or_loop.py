@@ -17,12 +17,9 @@ from torch import Tensor, nn
 import metagrad as mg
 from metagrad.meta.objective.vmap import losses_stacked
 from metagrad.tasks import Batch, Examples
+from tests.draws import draw
 
 TASKS, SHOTS = 3, 4
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def examples(seed: int) -> Examples:

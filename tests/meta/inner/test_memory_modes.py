@@ -13,13 +13,10 @@ from torch import nn
 import metagrad as mg
 from metagrad.optim.rules import adam, sgd
 from metagrad.tasks import Batch, Examples
+from tests.draws import draw
 from tests.marks import covering, slow
 
 MEMORIES = ["step", "sqrt", "log", "auto", "160KiB"]
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def regression(tasks=3):

@@ -18,12 +18,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from metagrad.meta.objective.vmap import RULES, NotStackableError, vmapped
+from tests.draws import draw
 
 NUM_TASKS = 3
-
-
-def values(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def one_by_one(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -69,19 +66,19 @@ class Planted(NamedTuple):
 PLANTED = {
     "select_scatter": Planted(
         lambda row: torch.select_scatter(torch.ones(5, 5, dtype=torch.float64), row, 0, 1),
-        (values(NUM_TASKS, 5),),
+        (draw(NUM_TASKS, 5),),
     ),
     "Tensor.select_scatter": Planted(
-        lambda x, row: x.select_scatter(row, -1, 1), (values(NUM_TASKS, 5, 5), values(NUM_TASKS, 5))
+        lambda x, row: x.select_scatter(row, -1, 1), (draw(NUM_TASKS, 5, 5), draw(NUM_TASKS, 5))
     ),
-    "roll": Planted(lambda x: torch.roll(x, 1), (values(NUM_TASKS),)),
-    "Tensor.roll": Planted(lambda x: x.roll(1), (values(NUM_TASKS),)),
+    "roll": Planted(lambda x: torch.roll(x, 1), (draw(NUM_TASKS),)),
+    "Tensor.roll": Planted(lambda x: x.roll(1), (draw(NUM_TASKS),)),
     "index_fill": Planted(
-        lambda v: torch.ones(5, dtype=torch.float64).index_fill(0, torch.tensor([1]), v), (values(NUM_TASKS),)
+        lambda v: torch.ones(5, dtype=torch.float64).index_fill(0, torch.tensor([1]), v), (draw(NUM_TASKS),)
     ),
-    "linear_cross_entropy": Planted(with_options, (values(NUM_TASKS, 3, 4), values(NUM_TASKS, 5, 4))),
-    "grad_fn": Planted(lambda x: x if (x * 2).grad_fn is None else -x, (values(NUM_TASKS, 2),)),
-    "is_leaf": Planted(lambda x: x if (x * 2).is_leaf else -x, (values(NUM_TASKS, 2),)),
+    "linear_cross_entropy": Planted(with_options, (draw(NUM_TASKS, 3, 4), draw(NUM_TASKS, 5, 4))),
+    "grad_fn": Planted(lambda x: x if (x * 2).grad_fn is None else -x, (draw(NUM_TASKS, 2),)),
+    "is_leaf": Planted(lambda x: x if (x * 2).is_leaf else -x, (draw(NUM_TASKS, 2),)),
 }
 
 
@@ -128,14 +125,14 @@ LOOKUPS = {
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_padding_has_no_gradient_under_vmap(name):
     """torch.vmap forgets the padding of all tasks but the first."""
-    fn, inputs = LOOKUPS[name], (values(NUM_TASKS, 5, 2), IDS)
+    fn, inputs = LOOKUPS[name], (draw(NUM_TASKS, 5, 2), IDS)
     expected = derivatives(one_by_one(fn), inputs, order=2)
     assert are_close(derivatives(vmapped(fn), inputs, order=2), expected)
     assert not are_close(derivatives(torch.vmap(fn), inputs, order=2), expected)
 
 
 def test_requires_grad_is_answered_as_outside_of_vmap():
-    x = values(NUM_TASKS, 2).requires_grad_()
+    x = draw(NUM_TASKS, 2).requires_grad_()
     seen = []
 
     def fn(x):

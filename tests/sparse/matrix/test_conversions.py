@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import metagrad as mg
 from metagrad.sparse import SparseTensor
+from tests.draws import draw
 from tests.sparse.guards import no_large_outputs
 from tests.sparse.strategies import entries, patterns, seeds
 
@@ -23,14 +24,10 @@ BLOCKS = [torch.sparse_bsr, torch.sparse_bsc]
 FORMATS = ["bsr", "coo", "csc", "csr", "dia", "dok", "lil"]
 
 
-def numbers(count, seed=0):
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @quick
 @given(entries(), seeds)
 def test_what_shares_a_cell_is_added(e, seed):
-    values = numbers(len(e.row), seed)
+    values = draw(len(e.row), seed=seed)
     expected = torch.zeros(e.shape, dtype=torch.float64).index_put((e.row, e.col), values, accumulate=True)
     torch_coo = torch.sparse_coo_tensor(torch.stack([e.row, e.col]), values, e.shape)
     theirs = scipy.sparse.coo_array((values.numpy(), (e.row.numpy(), e.col.numpy())), shape=e.shape)
@@ -46,7 +43,7 @@ def test_what_shares_a_cell_is_added(e, seed):
 
 def test_derivatives_through_from_coo():
     row, col = torch.tensor([1, 0, 1, 2, 0]), torch.tensor([0, 1, 0, 2, 0])
-    values = numbers(5).requires_grad_()
+    values = draw(5).requires_grad_()
     mg.gradcheck(lambda v: SparseTensor.from_coo(row, col, v, (3, 3)).to_dense().sin(), values, order=3)
 
 
@@ -68,7 +65,7 @@ def test_entries_in_order_are_not_copied():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_derivatives_through_from_dense(transposed):
     mask = torch.tensor([[True, False, True], [False, True, False]])
-    x = numbers(6).reshape(3, 2).T if transposed else numbers(6).reshape(2, 3)
+    x = draw(6).reshape(3, 2).T if transposed else draw(6).reshape(2, 3)
     leaf = x.detach().requires_grad_()
     mg.gradcheck(lambda x: SparseTensor.from_dense(x, mask).values.sin(), leaf, order=3)
     (gradient,) = torch.autograd.grad((SparseTensor.from_dense(leaf, mask).values ** 3).sum(), leaf)
@@ -79,7 +76,7 @@ def test_from_dense_takes_what_is_not_zero():
     assert torch.equal(A.pattern.to_mask(), DENSE != 0)
     with_nan = SparseTensor.from_dense(torch.tensor([[float("nan"), 0.0]]))
     assert (with_nan.nnz, SparseTensor.from_dense(torch.zeros(0, 3)).nnz) == (1, 0)
-    batch = numbers(12).reshape(4, 1, 3)
+    batch = draw(12).reshape(4, 1, 3)
     mask = torch.tensor([[True, False, True]])
     assert torch.equal(torch.vmap(lambda x: SparseTensor.from_dense(x, mask).values)(batch), batch[:, 0, ::2])
 
@@ -87,7 +84,7 @@ def test_from_dense_takes_what_is_not_zero():
 @quick
 @given(patterns(), seeds, st.sampled_from(LAYOUTS))
 def test_torch_layouts_come_back(pattern, seed, layout):
-    a = SparseTensor(pattern, numbers(pattern.nnz, seed))
+    a = SparseTensor(pattern, draw(pattern.nnz, seed=seed))
     theirs = a.to_torch(layout)
     assert theirs.layout == layout
     assert torch.equal(theirs.to_dense(), a.to_dense())
@@ -106,7 +103,7 @@ def test_every_layout_of_torch_is_converted():
 @quick
 @given(patterns(min_side=1), seeds, st.sampled_from(FORMATS))
 def test_scipy_formats_come_back(pattern, seed, format):
-    a = SparseTensor(pattern, numbers(pattern.nnz, seed))
+    a = SparseTensor(pattern, draw(pattern.nnz, seed=seed))
     theirs = a.to_scipy(format)
     assert theirs.format == format
     assert (theirs.toarray() == a.to_dense().numpy()).all()

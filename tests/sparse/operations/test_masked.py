@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from metagrad.sparse.operations.masked import mask_gradient, masked_mean, masked_softmax, masked_sum
+from tests.draws import draw
 from tests.sparse.towers import tower
 
 MASKS = {
@@ -55,10 +56,6 @@ CASES = {
 case = pytest.mark.parametrize(("masked", "oracle"), CASES.values(), ids=CASES)
 
 
-def values(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def spoiled(x, mask):
     """Return values with nan, inf and -inf where the mask is False."""
     bad = torch.tensor([math.nan, math.inf, -math.inf], dtype=x.dtype).repeat(x.numel())[: x.numel()]
@@ -67,7 +64,7 @@ def spoiled(x, mask):
 
 @case
 def test_derivatives_are_those_of_the_valid_entries(masked, oracle):
-    x = values(3, 4) / 3
+    x = draw(3, 4) / 3
     for mask in MASKS.values():
         bad = spoiled(x, mask)
         torch.testing.assert_close(masked(bad, mask), oracle(x, mask))
@@ -81,7 +78,7 @@ def test_derivatives_are_those_of_the_valid_entries(masked, oracle):
 @case
 def test_infinite_cotangents_of_what_is_invalid_do_not_come_back(masked, oracle):
     mask = MASKS["an empty row"]
-    x = spoiled(values(3, 4), mask).requires_grad_()
+    x = spoiled(draw(3, 4), mask).requires_grad_()
     y = masked(x, mask)
     cotangent = torch.where(y == 0, math.inf, 1.0) if y.ndim and (y == 0).any() else torch.ones_like(y)
     (g,) = torch.autograd.grad(y, x, cotangent)
@@ -92,16 +89,16 @@ def test_infinite_cotangents_of_what_is_invalid_do_not_come_back(masked, oracle)
 @case
 def test_forward_mode_is_the_transpose_of_reverse_mode(masked, oracle):
     mask = MASKS["an empty row"]
-    x, tangent = spoiled(values(3, 4), mask), spoiled(values(3, 4, seed=1), mask)
+    x, tangent = spoiled(draw(3, 4), mask), spoiled(draw(3, 4, seed=1), mask)
     y, pushed = jvp(lambda x: masked(x, mask), (x,), (tangent,))
-    cotangent = values(*y.shape, seed=2)
+    cotangent = draw(*y.shape, seed=2)
     (pulled,) = vjp(lambda x: masked(x, mask), x)[1](cotangent)
     torch.testing.assert_close((pushed * cotangent).sum(), (pulled * tangent)[mask].sum())
 
 
 @case
 def test_vmap_and_func_grad_equal_the_loop(masked, oracle):
-    xs, masks = values(5, 3, 4), values(5, 3, 4, seed=1) > 0
+    xs, masks = draw(5, 3, 4), draw(5, 3, 4, seed=1) > 0
     fn = grad(lambda x, m: masked(x, m).pow(3).sum())
     torch.testing.assert_close(
         vmap(fn)(spoiled(xs, masks), masks), torch.stack([fn(x, m) for x, m in zip(xs, masks, strict=True)])
@@ -115,7 +112,7 @@ def test_compiles_whole_and_once_for_all_values_of_a_mask(function):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(masked, fullgraph=True, backend=counter)
     for name in ("mixed", "an empty row", "empty"):
-        x = values(3, 4).requires_grad_()
+        x = draw(3, 4).requires_grad_()
         y, expected = compiled(x, MASKS[name]), masked(x, MASKS[name])
         torch.testing.assert_close(y, expected)
         torch.testing.assert_close(*(torch.autograd.grad(v.pow(3).sum(), x)[0] for v in (y, expected)))
@@ -128,7 +125,7 @@ def test_the_mean_of_many_halves_does_not_overflow():
 
 
 def test_a_row_without_valid_entries_makes_no_nan_inside():
-    x = values(2, 3).requires_grad_()
+    x = draw(2, 3).requires_grad_()
     with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
         masked_softmax(x, torch.zeros(2, 3, dtype=torch.bool), 1).sum().backward()
     assert (x.grad == 0).all()
@@ -140,7 +137,7 @@ def through(x):
 
 @pytest.mark.parametrize("name", ["mixed", "an empty row", "shared by the rows"])
 def test_masked_gradients_are_those_of_a_function_of_the_unmasked_entries(name):
-    mask, x = MASKS[name].expand(3, 4), values(3, 4)
+    mask, x = MASKS[name].expand(3, 4), draw(3, 4)
     got = tower(lambda x: through(mask_gradient(x, mask)), [x])
     expected = tower(lambda v: through(x.masked_scatter(mask, v)), [x[mask]])
     for a, b in zip(got, expected, strict=True):
@@ -157,7 +154,7 @@ def test_a_masked_gradient_drops_infinite_cotangents_at_every_order():
 
 
 def test_masked_second_derivatives_agree_in_all_modes():
-    x, mask = values(3, 4), MASKS["mixed"]
+    x, mask = draw(3, 4), MASKS["mixed"]
 
     def fn(x):
         return through(mask_gradient(x, mask)).sum()

@@ -10,15 +10,12 @@ from torch.func import grad, jvp, vmap
 import metagrad as mg
 from metagrad.sparse.tables.embedding import embedding, embedding_bag
 from metagrad.sparse.tables.row_sparse import RowSparse
+from tests.draws import leaf
 from tests.sparse.bags import bags
 from tests.sparse.guards import no_large_outputs
 
 V, D = 6, 2
 OTHER = torch.randn(V, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-
-
-def leaf(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
 
 
 def dense(x):

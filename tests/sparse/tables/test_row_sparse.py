@@ -13,13 +13,10 @@ from torch import nn
 import metagrad as mg
 from metagrad.sparse.tables.embedding import embedding
 from metagrad.sparse.tables.row_sparse import RowSparse
+from tests.draws import leaf
 from tests.sparse.guards import no_large_outputs
 
 V, D = 7, 2
-
-
-def leaf(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
 
 
 def row_sparse(rows=(1, 4, 6), seed=0, shape=(V, D)):

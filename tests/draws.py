@@ -1,0 +1,15 @@
+"""Tensors of normal random numbers. The same shape and seed give the same numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Draw in float64, then convert."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return draw(*shape, seed=seed, dtype=dtype).requires_grad_()
