@@ -29,9 +29,6 @@ def has_examples(name):
     return ">>>" in (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
 
 
-WITHOUT_EXAMPLES = doctest.DocTestFinder(exclude_empty=True)
-
-
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[-+]?\d+)?(?![\w])")
 
 

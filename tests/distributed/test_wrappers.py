@@ -96,11 +96,3 @@ def test_products_with_sharded_parameters_are_refused():
     w.device_mesh = "as a DTensor has"
     with pytest.raises(ValueError, match=r"hvp\(loss_fn, params, v\): the parameter \"params\['w'\]\" is a"):
         mg.hvp(lambda p: p["w"].sum(), {"w": w}, {"w": w})
-
-
-@pytest.mark.parametrize("kind", [mg.MAML, mg.ProtoNet])
-def test_torchscript_is_refused(kind):
-    scripted = torch.jit.script(torch.nn.Linear(2, 1))
-    arguments = {"loss_fn": torch.nn.functional.mse_loss, "inner": mg.optim.rules.sgd(lr=0.1), "steps": 1}
-    with pytest.raises(TypeError, match=r"\(model, \.\.\.\): TorchScript keeps the parameters"):
-        kind(torch.nn.Sequential(scripted), **(arguments if kind is mg.MAML else {}))

@@ -50,7 +50,7 @@ def test_what_ended_well_is_not_run_again(gallery, tmp_path):
 
 
 def test_the_whole_message_of_a_failure_is_shown(gallery, tmp_path):
-    gallery.programs["bad"].run = ["experiments.studies.scale", "--processes=two"]
+    gallery.programs["bad"].run = ["json.tool", "--indent=two"]
     with pytest.raises(ValueError, match="gallery: bad failed"):
         make(gallery)
     assert json.loads((tmp_path / "bad" / "gallery.json").read_text())["failure"].startswith("usage: ")

@@ -92,7 +92,7 @@ def test_arguments_of_maml():
         {
             r"^MAML\(model, ...\): model must be a torch.nn.Module, got builtin": maml(torch.sin),
             "no parameter of the model requires grad": maml(frozen),
-            "TorchScript keeps the parameters": maml(scripted()),
+            "TorchScript keeps the parameters": maml(nn.Sequential(scripted())),
             r"^MAML\(model, ...\): LazyLinear is not initialized.*Call the model once": maml(
                 nn.LazyLinear(3)
             ),
@@ -219,6 +219,7 @@ def test_arguments_of_other_algorithms():
             "'0' is a Linear": of(mg.ProtoMAML, nn.Sequential(nn.Linear(2, 3, bias=False)), head="0"),
             r"ProtoNet\(model, ...\): model must be a torch.nn.Module": of(mg.ProtoNet, torch.sin),
             "expected one of 'euclidean', 'cosine', got 'l1'": of(mg.ProtoNet, distance="l1"),
+            r"ProtoNet\(model, ...\): TorchScript keeps": of(mg.ProtoNet, nn.Sequential(scripted())),
             r"ProtoNet\(...\): unexpected keyword argument 'inner'": of(mg.ProtoNet, inner=SGD),
             r"R2D2\(..., penalty\): expected a number above 0": of(mg.R2D2, penalty=0.0),
         }

@@ -117,11 +117,11 @@ def test_a_parametrized_learning_rate(regression):
 
 
 def test_compiled_code_reads_the_learning_rate_that_is_there(regression):
-    maml = learned(compile={"backend": "aot_eager"})
+    maml = learned(compile={"backend": "eager"}, steps=1)
     maml(regression).loss.backward()
     for value, change in ((0.3, assigned), (0.2, loaded)):
         leaf = change(maml, torch.tensor(value, dtype=torch.float64))
-        loss, gradient = expected_at(value, regression)
+        loss, gradient = expected_at(value, regression, steps=1)
         out = maml(regression)
         torch.testing.assert_close(out.loss, loss)
         torch.testing.assert_close(torch.autograd.grad(out.loss, leaf)[0], gradient)

@@ -72,6 +72,14 @@ def draw(shapes, dtype=torch.float64, seed=0, tasks=()):
     return {key: (p + 0.1 * p.sign()).to(dtype) for key, p in drawn.items()}
 
 
+def steps(rule, params, gradients):
+    """Update the parameter ``w`` with each gradient in turn."""
+    state = rule.init(params)
+    for g in gradients:
+        params, state = rule.update({"w": g}, state, params)
+    return params["w"], state
+
+
 def scalar(value, dtype=torch.float64):
     """Make a number a tensor that requires grad."""
     return torch.tensor(value, dtype=dtype, requires_grad=True)

@@ -34,6 +34,7 @@ def images(monkeypatch):
     x = x.flatten(1)
     parts = Examples(x[:100], y[:100]), Examples(x[100:], y[100:])
     monkeypatch.setattr(attribution, "load", lambda name, seed: parts)
+    monkeypatch.setattr(attribution, "SHOWN", 1)
 
 
 @pytest.mark.parametrize("model", ["mlp", slow("conv")])

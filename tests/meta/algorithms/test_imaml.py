@@ -122,7 +122,7 @@ SOLVES = {
 @pytest.mark.parametrize("matrix", ["hessian", "ggn"])
 @pytest.mark.parametrize(
     ("name", "task_chunk"),
-    covering(SOLVES, [None, 1, 2], fast=lambda name, chunk: name == "cg" or chunk is None),
+    covering(SOLVES, [None, 1, 2], fast=lambda name, chunk: chunk is None or (name, chunk) == ("cg", 1)),
 )
 @pytest.mark.filterwarnings("ignore:.*left a residual")
 def test_the_meta_gradient_is_that_of_a_loop_over_tasks(name, task_chunk, matrix):
@@ -179,7 +179,7 @@ def test_a_learned_proximal_weight_and_a_learned_loss_have_gradients():
             net(),
             Scaled(),
             inner=SGD,
-            steps=300,
+            steps=120,  # a step shrinks the error to about 0.8 of it
             proximal=nn.Parameter(weight),
             hypergradient=hypergrad.Exact(),
         )

@@ -12,7 +12,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
-from tests.marks import slow
+from tests.marks import covering, slow
 from tests.meta.textbook import learner
 from tests.sparse.guards import no_large_outputs
 
@@ -186,11 +186,14 @@ def assert_adapted_equal_to_dense(maml, reference):
     assert_same(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("task_chunk", [None, 1, 3])
 @pytest.mark.parametrize(
-    "ends",
-    [{"truncate": 2}, {"tolerance": 2.0}, {"truncate": 2, "tolerance": 2.0}],
-    ids=lambda ends: "+".join(ends),
+    ("ends", "task_chunk"),
+    covering(
+        [{"truncate": 2}, {"tolerance": 2.0}, {"truncate": 2, "tolerance": 2.0}],
+        [None, 1, 3],
+        fast=lambda ends, task_chunk: task_chunk != 3 or len(ends) == 2,
+    ),
+    ids=str,
 )
 def test_rows_that_the_support_does_not_know_end_with_their_task(ends, task_chunk):
     """Weight decay changes unused rows until their task stops. Only the last steps are differentiated."""

@@ -7,19 +7,12 @@ import torch
 
 import metagrad as mg
 from metagrad.optim.kronecker.shampoo import shampoo
-from tests.optim.cases import draw
+from tests.optim.cases import draw, steps
 
 
 def power(matrix, exponent):
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ torch.diag(values**exponent) @ vectors.T
-
-
-def steps(rule, params, gradients):
-    state = rule.init(params)
-    for g in gradients:
-        params, state = rule.update({"w": g}, state, params)
-    return params["w"], state
 
 
 def gradients_of(shape, num=3, tasks=()):

@@ -8,16 +8,9 @@ import torch
 import metagrad as mg
 from metagrad.optim.kronecker.soap import soap
 from metagrad.optim.rules import adamw
-from tests.optim.cases import draw
+from tests.optim.cases import draw, steps
 
 B1, B2, EPS = 0.8, 0.9, 1e-6
-
-
-def steps(rule, params, gradients):
-    state = rule.init(params)
-    for g in gradients:
-        params, state = rule.update({"w": g}, state, params)
-    return params["w"], state
 
 
 def gradients_of(shape, num=5):

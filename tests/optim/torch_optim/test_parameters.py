@@ -47,10 +47,6 @@ def layers(*rows):
     return nn.ModuleList(made), *made
 
 
-def matrix(*values):
-    return torch.tensor([values], requires_grad=True)
-
-
 @every
 def test_an_unused_parameter_stays(case):
     model, used, unused = layers((1.0, 2.0), (3.0, 4.0))

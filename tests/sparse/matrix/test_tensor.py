@@ -16,7 +16,6 @@ from metagrad.sparse.matrix.parameter import Parameter
 from tests.sparse.cases import ELEMENTWISE
 
 PATTERN = Pattern(torch.tensor([0, 0, 2]), torch.tensor([0, 3, 1]), (3, 4))
-VALUES = torch.ones(3)
 DENSE = torch.tensor([[1.0, 0, 0, 2], [0, 0, 0, 0], [0, 3, 0, 0]])
 
 
