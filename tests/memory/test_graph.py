@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import metagrad as mg
 from metagrad.memory import MemoryTracker
 from metagrad.memory.tracker import hooks_aside
+from tests.functions import custom_function
 
 N = 100
 BYTES = 8 * N
@@ -20,16 +21,7 @@ def leaf(seed=0):
     return torch.rand(N, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * 3 * x**2
+Cube = custom_function(lambda x: x**3, lambda x: 3 * x**2)
 
 
 def bilinear(w):

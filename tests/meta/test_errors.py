@@ -14,7 +14,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad import hypergrad
-from tests.meta.textbook import Scaled
+from tests.meta.textbook import Graph, Scaled
 
 rules = mg.optim.rules
 SGD = rules.sgd(lr=0.1)
@@ -96,7 +96,7 @@ def test_arguments_of_maml():
             r"^MAML\(model, ...\): LazyLinear is not initialized.*Call the model once": maml(
                 nn.LazyLinear(3)
             ),
-            "loss_fn must be a function or a module, got the class MSELoss": maml(None, nn.MSELoss),
+            r"MAML.* must be .* got the class MSELoss\. Make one of it: MSELoss\(\)": maml(None, nn.MSELoss),
             "loss_fn must be a function, not what it returns, got Tensor": maml(None, torch.ones(())),
             r"steps\): expected an int of 0 or more, got -1": maml(steps=-1),
             "inner: expected a rule, such as .*, got SGD": maml(inner=torch.optim.SGD([torch.ones(1)])),
@@ -276,18 +276,6 @@ def test_batches():
     assert_named(calls)
 
 
-class Fixed(nn.Module):
-    """A graph network layer, whose input has all nodes of the graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 3)
-        self.register_buffer("adjacency", torch.rand(6, 6))
-
-    def forward(self, x):
-        return self.adjacency @ self.linear(x)
-
-
 class Outside(nn.Module):
     """A model that reads a parameter by a list, where substitution does not reach it."""
 
@@ -317,7 +305,7 @@ def test_losses_and_models(task_chunk):
         return lambda: call()(regression() if given is None else given)
 
     elementwise = functools.partial(F.mse_loss, reduction="none")
-    reptile = of(mg.Reptile, Fixed(), task_chunk=task_chunk)
+    reptile = of(mg.Reptile, Graph(6, 2, 3), task_chunk=task_chunk)
     normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
     assert_named(
         {

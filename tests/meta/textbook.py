@@ -56,6 +56,18 @@ def net(features=4):
     return nn.Sequential(nn.Linear(2, features), nn.Tanh(), nn.Linear(features, 3)).double()
 
 
+class Graph(nn.Module):
+    """A graph network layer, whose input has all nodes of the graph."""
+
+    def __init__(self, nodes, inputs, outputs):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.register_buffer("adjacency", torch.rand(nodes, nodes))
+
+    def forward(self, x):
+        return self.adjacency @ self.linear(x)
+
+
 class Scaled(nn.Module):
     """A loss with a parameter."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,54 +129,36 @@ SGD, Adam, AdamW, RMSprop, Adagrad = (
     getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 )
 EPS = {"eps": 1e-2}
+of_sgd = partial(Case, sgd, counterpart=SGD)
+of_adam = partial(Case, adam, counterpart=Adam, smooth=EPS)
+of_adamw = partial(Case, adamw, counterpart=AdamW, smooth=EPS)
+of_adagrad = partial(Case, adagrad, counterpart=Adagrad, smooth=EPS)
+of_rmsprop = partial(Case, rmsprop, counterpart=RMSprop, smooth=EPS)
+of_muon = partial(
+    Case,
+    rules.muon,
+    counterpart=muon_of_torch,
+    as_counterpart={"ns_dtype": torch.bfloat16},
+    shapes=MATRICES,
+    no_elements=("eps",),
+)
 CASES = {
-    "sgd": Case(sgd, {"lr": 0.05}, counterpart=SGD),
-    "sgd, options": Case(
-        sgd, {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}, counterpart=SGD
+    "sgd": of_sgd({"lr": 0.05}),
+    "sgd, options": of_sgd({"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "sgd, nesterov": of_sgd({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}, {"nesterov": True}),
+    "adam": of_adam({"lr": 0.05}),
+    "adam, options": of_adam(
+        {"lr": 0.05, "eps": 1e-3, "betas": (0.9, 0.5), "weight_decay": 0.1}, {"amsgrad": True}
     ),
-    "sgd, nesterov": Case(
-        sgd, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}, {"nesterov": True}, counterpart=SGD
-    ),
-    "adam": Case(adam, {"lr": 0.05}, counterpart=Adam, smooth=EPS),
-    "adam, options": Case(
-        adam,
-        {"lr": 0.05, "eps": 1e-3, "betas": (0.9, 0.5), "weight_decay": 0.1},
-        {"amsgrad": True},
-        counterpart=Adam,
-        smooth=EPS,
-    ),
-    "adamw": Case(
-        adamw,
-        {"lr": 0.05, "weight_decay": 0.2, "betas": (0.8, 0.9), "eps": 1e-3},
-        counterpart=AdamW,
-        smooth=EPS,
-    ),
-    "adagrad": Case(
-        adagrad,
-        {"lr": 0.05, "lr_decay": 0.2, "eps": 1e-3, "weight_decay": 0.1},
-        counterpart=Adagrad,
-        smooth=EPS,
-    ),
-    "rmsprop": Case(rmsprop, {"lr": 0.05}, counterpart=RMSprop, smooth=EPS),
-    "rmsprop, options": Case(
-        rmsprop,
-        {"lr": 0.05, "alpha": 0.5, "eps": 1e-3, "momentum": 0.5, "weight_decay": 0.1},
-        {"centered": True},
-        counterpart=RMSprop,
-        smooth=EPS,
+    "adamw": of_adamw({"lr": 0.05, "weight_decay": 0.2, "betas": (0.8, 0.9), "eps": 1e-3}),
+    "adagrad": of_adagrad({"lr": 0.05, "lr_decay": 0.2, "eps": 1e-3, "weight_decay": 0.1}),
+    "rmsprop": of_rmsprop({"lr": 0.05}),
+    "rmsprop, options": of_rmsprop(
+        {"lr": 0.05, "alpha": 0.5, "eps": 1e-3, "momentum": 0.5, "weight_decay": 0.1}, {"centered": True}
     ),
     "lion": Case(rules.lion, {"lr": 0.05, "betas": (0.5, 0.6), "weight_decay": 0.1}),
-    "muon": Case(
-        rules.muon,
-        {"lr": 0.05},
-        counterpart=muon_of_torch,
-        as_counterpart={"ns_dtype": torch.bfloat16},
-        shapes=MATRICES,
-        no_elements=("eps",),
-        smooth={**EPS, "ns_dtype": None, "ns_steps": 2},
-    ),
-    "muon, options": Case(
-        rules.muon,
+    "muon": of_muon({"lr": 0.05}, smooth={**EPS, "ns_dtype": None, "ns_steps": 2}),
+    "muon, options": of_muon(
         {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.2, "eps": 1e-6},
         {
             "nesterov": False,
@@ -183,10 +166,6 @@ CASES = {
             "adjust_lr_fn": "match_rms_adamw",
             "ns_coefficients": (2.0, -1.5, 0.5),
         },
-        counterpart=muon_of_torch,
-        as_counterpart={"ns_dtype": torch.bfloat16},
-        shapes=MATRICES,
-        no_elements=("eps",),
         smooth={**EPS, "ns_dtype": None, "ns_steps": 1},
     ),
     "shampoo": Case(rules.shampoo, {"lr": 0.05, "eps": 1e-2}, no_elements=("eps",)),
@@ -218,9 +197,9 @@ CASES = {
 }
 over_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 OF_TORCH = {name: case for name, case in CASES.items() if case.counterpart} | {
-    "sgd, momentum": Case(sgd, {"lr": 0.05, "momentum": 0.9}, counterpart=SGD),
-    "adam, betas": Case(adam, {"lr": 0.05, "betas": (0.5, 0.6)}, counterpart=Adam),
-    "adamw, amsgrad": Case(adamw, {"lr": 0.05}, {"amsgrad": True, "maximize": True}, counterpart=AdamW),
-    "adagrad, start": Case(adagrad, {"lr": 0.05}, {"initial_accumulator_value": 0.3}, counterpart=Adagrad),
-    "rmsprop, momentum": Case(rmsprop, {"lr": 0.05, "momentum": 0.9}, counterpart=RMSprop),
+    "sgd, momentum": of_sgd({"lr": 0.05, "momentum": 0.9}),
+    "adam, betas": of_adam({"lr": 0.05, "betas": (0.5, 0.6)}),
+    "adamw, amsgrad": of_adamw({"lr": 0.05}, {"amsgrad": True, "maximize": True}),
+    "adagrad, start": of_adagrad({"lr": 0.05}, {"initial_accumulator_value": 0.3}),
+    "rmsprop, momentum": of_rmsprop({"lr": 0.05, "momentum": 0.9}),
 }

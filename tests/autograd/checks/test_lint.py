@@ -125,6 +125,23 @@ class Planted(NamedTuple):
     expected: tuple[str, str, int] | None  # None if the installed torch is correct
 
 
+def product(bad: Callable[..., Tensor], node: str, order: int, right: Callable = torch.mm) -> Planted:
+    """Return the case of a product of two matrices that raises."""
+    return Planted(bad, right, (draw(2, 2), draw(2, 2, seed=1)), (node, "error", order))
+
+
+def in_rows(bad: Callable[..., Tensor], right: Callable[..., Tensor], node: str) -> Planted:
+    """Return the case of an operation on the rows of a sparse matrix that raises."""
+    expected = (node, "error", 2)
+    return Planted(lambda a: bad(a.to_sparse(), 1).to_dense(), lambda a: right(a, 1), (draw(2, 2),), expected)
+
+
+def margin(bad: Callable[..., Tensor], node: str) -> Planted:
+    """Return the case of a loss of the first class of three that raises."""
+    hinge = lambda x: (1 - x[0, 0] + x[0, 1:]).clamp_min(0).sum() / 3  # noqa: E731
+    return Planted(bad, hinge, (draw(1, 3),), (node, "error", 2))
+
+
 CASES = {
     "sparse_coo_tensor": Planted(
         lambda v, d: coo(v).to_dense() * d,
@@ -162,54 +179,30 @@ CASES = {
         (draw(2, 2),),
         ("SparseMaskBackward0", "error", 2),
     ),
-    "sparse.mm of CSR": Planted(
-        lambda a, b: torch.sparse.mm(a.to_sparse_csr(), b),
-        torch.mm,
-        (draw(2, 2), draw(2, 2, seed=1)),
-        ("SparseAddmmBackward0", "error", 1),
+    "sparse.mm of CSR": product(
+        lambda a, b: torch.sparse.mm(a.to_sparse_csr(), b), "SparseAddmmBackward0", 1
     ),
-    "sparse.mm of COO": Planted(
-        lambda a, b: torch.sparse.mm(a.to_sparse(), b),
-        torch.mm,
-        (draw(2, 2), draw(2, 2, seed=1)),
-        ("SparseAddmmBackward0", "error", 3),
-    ),
-    "sparse @ sparse": Planted(
+    "sparse.mm of COO": product(lambda a, b: torch.sparse.mm(a.to_sparse(), b), "SparseAddmmBackward0", 3),
+    "sparse @ sparse": product(
         lambda a, b: torch.sparse.mm(a.to_sparse(), b.to_sparse()).to_dense(),
-        torch.mm,
-        (draw(2, 2), draw(2, 2, seed=1)),
-        ("SparseSparseMatmulBackward0", "error", 2),
+        "SparseSparseMatmulBackward0",
+        2,
     ),
-    "sampled_addmm": Planted(
+    "sampled_addmm": product(
         lambda a, b: torch.sparse.sampled_addmm(constant(csr), a, b).to_dense(),
-        lambda a, b: (1 + a @ b) * PATTERN,
-        (draw(2, 2), draw(2, 2, seed=1)),
-        ("SparseSampledAddmmBackward0", "error", 2),
+        "SparseSampledAddmmBackward0",
+        2,
+        right=lambda a, b: (1 + a @ b) * PATTERN,
     ),
-    "sparse.softmax": Planted(
-        lambda a: torch.sparse.softmax(a.to_sparse(), 1).to_dense(),
-        lambda a: a.softmax(1),
-        (draw(2, 2),),
-        ("SparseSoftmaxBackward0", "error", 2),
-    ),
-    "sparse.log_softmax": Planted(
-        lambda a: torch.sparse.log_softmax(a.to_sparse(), 1).to_dense(),
-        lambda a: a.log_softmax(1),
-        (draw(2, 2),),
-        ("SparseLogSoftmaxBackward0", "error", 2),
-    ),
-    "sparse.sum": Planted(
-        lambda a: torch.sparse.sum(a.to_sparse(), 1).to_dense(),
-        lambda a: a.sum(1),
-        (draw(2, 2),),
-        ("SparseSumBackward0", "error", 2),
-    ),
-    "sparse.mm with reduce": Planted(
+    "sparse.mm with reduce": product(
         lambda a, b: torch.sparse.mm(a.to_sparse_csr(), b, "mean"),
-        lambda a, b: a @ b / 2,
-        (draw(2, 2), draw(2, 2, seed=1)),
-        ("SparseMmReduceImplBackward0", "error", 2),
+        "SparseMmReduceImplBackward0",
+        2,
+        right=lambda a, b: a @ b / 2,
     ),
+    "sparse.softmax": in_rows(torch.sparse.softmax, torch.softmax, "SparseSoftmaxBackward0"),
+    "sparse.log_softmax": in_rows(torch.sparse.log_softmax, torch.log_softmax, "SparseLogSoftmaxBackward0"),
+    "sparse.sum": in_rows(torch.sparse.sum, torch.sum, "SparseSumBackward0"),
     "embedding, sparse": Planted(
         lambda t: F.embedding(IDS, t, sparse=True),
         lambda t: t[IDS],
@@ -255,17 +248,9 @@ CASES = {
         ("PdistBackward0", "error", 2) if torch.__version__ < "2.14" else ("PdistBackward0", "wrong", 3),
     ),
     "ctc_loss": Planted(ctc, ctc_by_paths, (draw(4, 1, 3),), ("CtcLossBackward0", "error", 2)),
-    "multi_margin_loss": Planted(
-        lambda x: F.multi_margin_loss(x, TARGET[:1]),
-        lambda x: (1 - x[0, 0] + x[0, 1:]).clamp_min(0).sum() / 3,
-        (draw(1, 3),),
-        ("MultiMarginLossBackward0", "error", 2),
-    ),
-    "multilabel_margin_loss": Planted(
-        lambda x: F.multilabel_margin_loss(x, torch.tensor([[0, -1, -1]])),
-        lambda x: (1 - x[0, 0] + x[0, 1:]).clamp_min(0).sum() / 3,
-        (draw(1, 3),),
-        ("MultilabelMarginLossBackward0", "error", 2),
+    "multi_margin_loss": margin(lambda x: F.multi_margin_loss(x, TARGET[:1]), "MultiMarginLossBackward0"),
+    "multilabel_margin_loss": margin(
+        lambda x: F.multilabel_margin_loss(x, torch.tensor([[0, -1, -1]])), "MultilabelMarginLossBackward0"
     ),
     "linear_cross_entropy in chunks": Planted(
         chunked_cross_entropy,

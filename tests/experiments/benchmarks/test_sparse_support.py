@@ -16,22 +16,12 @@ from experiments.benchmarks.sparse_support import (
     Setting,
     StridedOperation,
 )
+from tests.functions import custom_function
 
 N = 400
 
 
-class Halved(torch.autograd.Function):
-    """The square, with half of its derivative."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * x
+Halved = custom_function(torch.square, lambda x: x)
 
 
 class Detached(torch.autograd.Function):

@@ -12,33 +12,11 @@ from torch.autograd.function import once_differentiable
 import metagrad as mg
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.optim import rules
+from tests.functions import custom_function
+from tests.meta.textbook import Graph
 
-
-class Detached(torch.autograd.Function):
-    """A square whose gradient treats the input as a constant."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.x = x.detach()
-        return x**2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient * ctx.x
-
-
-class Wrong(torch.autograd.Function):
-    """A cube with an incorrect gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 2 * gradient * x**2
+Detached = custom_function(torch.square, lambda x: 2 * x.detach())  # treats the input as a constant
+Wrong = custom_function(lambda x: x**3, lambda x: 2 * x**2)
 
 
 class Once(Wrong):
@@ -308,21 +286,9 @@ def test_the_order_is_what_maml_takes(order):
     assert mg.preflight(maml, meta_batch()).order == order
 
 
-class Graph(nn.Module):
-    """A graph network layer, whose input has all nodes of the graph."""
-
-    def __init__(self, nodes):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.register_buffer("adjacency", torch.rand(nodes, nodes))
-
-    def forward(self, x):
-        return self.adjacency @ self.linear(x)
-
-
 def test_a_model_of_a_fixed_number_of_examples_is_checked_on_all_of_them():
-    assert mg.preflight(Graph(5), F.mse_loss, plain(5)).ok
-    assert mg.preflight(Graph(5), F.mse_loss, meta_batch(), inner=rules.sgd(lr=0.1), steps=4).notes == (
+    assert mg.preflight(Graph(5, 4, 2), F.mse_loss, plain(5)).ok
+    assert mg.preflight(Graph(5, 4, 2), F.mse_loss, meta_batch(), inner=rules.sgd(lr=0.1), steps=4).notes == (
         "the memory was extrapolated from 3 steps.",
     )
 

@@ -9,6 +9,7 @@ import torch
 
 from metagrad.curvature import SolveError
 from metagrad.optim import LeastSquaresResult, least_squares
+from tests.functions import custom_function
 from tests.optim.second_order.problems import fit_residuals
 
 F64 = torch.float64
@@ -56,15 +57,7 @@ def test_how_a_fit_ends():
 
 
 def test_a_gradient_that_is_wrong_is_no_descent():
-    class Negative(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, w):
-            return w.clone()
-
-        @staticmethod
-        def backward(ctx, *g):
-            return -g[0]
-
+    Negative = custom_function(torch.clone, lambda x: torch.full_like(x, -1.0))
     found = least_squares(lambda w: Negative.apply(w) - 1, torch.zeros(2, dtype=F64))
     assert found.result is LeastSquaresResult.NO_DESCENT
     assert found.value.tolist() == [0.0, 0.0]
