@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -218,6 +219,8 @@ def probed() -> str:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `metagrad info | head` ends without a traceback
     print(probed() if sys.argv[1:] == ["--probes"] else collect())
     if _is_newer(torch.__version__):
         tested = ".".join(map(str, TESTED))

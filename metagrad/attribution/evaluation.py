@@ -115,6 +115,7 @@ def lds(
         Park et al., "TRAK: Attributing model behavior at scale", ICML 2023, definition 2.2.
     """
     _check_weights("lds(scores)", scores)
+    check_type("lds(training)", training, Training)
     if outcomes is None:
         outcomes = retrain(training, _subsets(training.num_examples, drop, subsets, seed), metrics)
     distance = float((outcomes.weights.mean(0) - scores.at).mean().abs())
@@ -264,6 +265,7 @@ def metasmoothness(
     References:
         Engstrom et al., "Optimizing ML training with metagradient descent", arXiv:2503.13751, definition 2.
     """
+    check_type("metasmoothness(training)", training, Training)
     check_positive("metasmoothness(h)", h)
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randint(0, 2, (training.num_examples,), generator=generator).double() * 2 - 1

@@ -68,6 +68,7 @@ def retrain(
         >>> metagrad.attribution.retrain(training, torch.ones(3, 8), metrics).metrics.shape
         torch.Size([3, 2])
     """
+    check_type("retrain(training)", training, Training)
     check_type("retrain(weights)", weights, Tensor)
     if weights.ndim != 2 or weights.shape[1] != training.num_examples or not len(weights):
         refuse("retrain(weights)", f"shape [m, {training.num_examples}], m > 0", tuple(weights.shape))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.attribution.gradients import Metrics
-from metagrad.core.checks import check_count, check_type, refuse
+from metagrad.core.checks import check_count, check_function, check_type, is_a, refuse
 from metagrad.training import Trained
 
 UNSTABLE = 1e6
@@ -118,9 +118,9 @@ def attribute(trained: Trained, metrics: Metrics, method: AttributionMethod | No
         Scores ``[k, n]``.
 
     Raises:
-        TypeError: ``trained`` is not a :class:`metagrad.training.Trained`.
-        ValueError: The metrics are not a 1-d tensor. The weights are weights of tokens, or unequal, and the method
-            does not support them.
+        TypeError: ``trained`` is not a :class:`metagrad.training.Trained`, or the metrics are not a tensor.
+        ValueError: The metrics are not a 1-d tensor, or have no graph. The weights are weights of tokens, or unequal,
+            and the method does not support them.
 
     Example:
         >>> x, y = torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [3.0]])
@@ -133,7 +133,9 @@ def attribute(trained: Trained, metrics: Metrics, method: AttributionMethod | No
         >>> metagrad.attribute(training(), lambda model: model(torch.ones(1, 1))[:, 0]).values.tolist()
         [[0.5, 1.5]]
     """
-    check_type("attribute(trained)", trained, Trained)
+    if not is_a(trained, Trained):
+        refuse("attribute(trained)", "a trained model, training()", type(trained).__name__, TypeError)
+    check_function("attribute(...)", "metrics", metrics)
     method = Replay() if method is None else method
     if isinstance(method, type) or not hasattr(method, "scores"):
         refuse("attribute(method)", "a method such as metagrad.attribution.TracIn()", method, TypeError)

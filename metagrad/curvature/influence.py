@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import split_rows
 from metagrad.core.checks import check_count, refuse
-from metagrad.core.tree import LossFn, Params, tree_map
+from metagrad.core.tree import LossFn, Params, tensors_in, tree_map
 from metagrad.curvature.kronecker.groups import refuse_batch_norms
 from metagrad.curvature.kronecker.operator import Kronecker
 from metagrad.curvature.likelihoods.recognition import evaluate
@@ -28,7 +28,7 @@ Queries: TypeAlias = "Batch | Iterable[Batch] | Callable[[Params], Tensor]"
 """Queries as batches ``(x, y)``, or as a function of the parameters that returns measurements, ``[queries]``."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class InfluenceScores:
     r"""The result of :func:`influence`.
 
@@ -41,6 +41,11 @@ class InfluenceScores:
 
     scores: Tensor
     residual: Tensor
+
+    def __repr__(self) -> str:
+        return (
+            f"InfluenceScores(scores={list(self.scores.shape)}, residual at most {self.residual.max():.2g})"
+        )
 
     def top(self, k: int) -> Tensor:
         """Return the indices of the most helpful examples of each query, ``[queries, k]``, best first."""
@@ -164,6 +169,8 @@ def _query_gradients(problem: ModelProblem, queries: Any) -> Tensor:
         return measurement_gradients(f"{problem.call}: queries", problem.params, measure)
     found = list[Tensor]()
     for batch in each_batch(problem.call, queries, problem.space.device):
+        if not all(leaf.ndim for leaf in tensors_in(batch)):
+            refuse(f"{problem.call}: queries", "a first axis of examples, as in (x[:1], y[:1])", "a scalar")
         for j in range(num_data(problem.call, batch)):
             one = problem.evaluate(tree_map(lambda leaf: leaf[j : j + 1], batch))  # noqa: B023
             found.append(_flat_gradient(one.loss, one.recorded.inputs))

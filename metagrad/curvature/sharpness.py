@@ -126,6 +126,9 @@ class Sharpness:
             optimizer.register_step_post_hook(self._read),
         ]
 
+    def __repr__(self) -> str:
+        return f"Sharpness(every {self._every} steps, {len(self.history)} readings, last={self.history[-1:]})"
+
     @property
     def last(self) -> Reading:
         """The last reading. Raises ``IndexError`` if there is no reading yet."""

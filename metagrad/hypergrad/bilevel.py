@@ -132,7 +132,7 @@ def bilevel(
         check_function(CALL, "callback", callback)
     method = checked(CG() if method is None else method)
     streams = [None if batches is None else _cycled(batches) for batches in (outer_batches, inner_batches)]
-    draws = callable(params) and not hasattr(params, "items")  # a ParameterDict has both
+    draws = callable(params) and not isinstance(params, torch.nn.Module)  # a ParameterDict is callable
     if draws and warm_start:
         raise ValueError(
             f"{CALL}: a function as params starts again at each outer step, and a warm start continues from the last "

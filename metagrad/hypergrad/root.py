@@ -215,7 +215,8 @@ def implicit_root(
         batch_ndim: As for :func:`root`.
 
     Returns:
-        The same values, differentiable. If ``x`` is far from a root, the derivative is wrong.
+        The same values, differentiable. If ``x`` is no root, the derivative is wrong. A warning names a row with a
+        larger norm of f than the change of f when random entries of ``x`` grow or shrink by 1 %.
 
     Raises:
         ValueError: As for :func:`root`.
@@ -232,14 +233,18 @@ def implicit_root(
         Griewank, Walther, "Evaluating derivatives", 2008, chapter 15.
     """
     problem = RootProblem("implicit_root(f, x)", f, x, batch_ndim, order, solver, rtol)
-    return problem.tree(problem.attached(problem.start))
+    return problem.tree(problem.attached(problem.start, is_given=True))
 
 
 def _leaves_like(call: str, values: Tree, leaves: list[Tensor], form: object) -> list[Tensor]:
     """Return the leaves of values. Raise ``ValueError`` if their form or their shapes differ from the start."""
     found, found_form = tree_flatten(values)
-    if found_form != form or [leaf.shape for leaf in found] != [leaf.shape for leaf in leaves]:
-        raise ValueError(f"{call}: the values of the function must have the form and shapes of the start.")
+    shapes, expected = [[tuple(leaf.shape) for leaf in own] for own in (found, leaves)]
+    if found_form != form or shapes != expected:
+        raise ValueError(
+            f"{call}: the values of the function must have the form and shapes of the start, {form} with {expected}, "
+            f"got {found_form} with {shapes}."
+        )
     return found
 
 
@@ -299,19 +304,35 @@ class RootProblem:
                 self._random.close()  # other generators are not set back
         return rows_of(_leaves_like(self._call, values, self._leaves, self._form), self._k)
 
-    def attached(self, x: Tensor) -> Tensor:
-        """Return the root with its derivatives."""
+    def attached(self, x: Tensor, *, is_given: bool = False) -> Tensor:
+        """Return the root with its derivatives. Warn if a given root is far from a root."""
         x = x.detach()
         if not torch.is_grad_enabled():
             return x
         residual = self.residual(x)
         if not residual.requires_grad:
             return x
+        if is_given:
+            self._warn_if_far(x, residual.detach())
         self._root = x
         call = f"{self._call[:-1]}, order={{}})"
         solve_transposed = partial(self.solve, transposed=False)
         inverse = Inverse(self.residual, self.solve, solve_transposed, self._order, None, call)
         return attach(inverse, x, residual, self._order)
+
+    def _warn_if_far(self, x: Tensor, residual: Tensor) -> None:
+        signs = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).sign()
+        with torch.no_grad():
+            change = length(self.residual(x + LOOSE * signs.to(x.device) * x) - residual)
+        norms = length(residual)
+        far = (norms > change) & (change > 0)
+        if bool(far.any()):
+            row = int(far.int().argmax())
+            warn(
+                f"{self._call}: x is no root, so its derivative is wrong. In row {row} of {len(far)}, |f| is "
+                f"{float(norms[row]):.3g}, and a change of x by 1 % changes f by {float(change[row]):.3g}. Solve for "
+                "x more accurately."
+            )
 
     @cached_property
     def _graph(self) -> Recorded:

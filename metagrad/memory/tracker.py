@@ -104,6 +104,11 @@ class MemoryTracker:
         self.device: torch.device = _checked_device(device)
         self._run: TrackedRun | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"MemoryTracker({self.device}, {len(self.records())} phases). table() and summary() describe them"
+        )
+
     def __enter__(self) -> MemoryTracker:
         """Open the tracker."""
         global _open

@@ -86,7 +86,7 @@ class MetaOutput:
 torch.export.register_dataclass(MetaOutput)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AdaptedModel:
     """A model that was adapted to a batch of tasks. Call it on inputs ``[tasks, n, ...]``.
 
@@ -103,8 +103,12 @@ class AdaptedModel:
     support_losses: Tensor
     steps: Tensor
     skipped: Tensor
-    predict: Callable[[Params, Nested], Nested] = field(repr=False)
+    predict: Callable[[Params, Nested], Nested]
     rows: Params = field(default_factory=dict[str, Tensor])
+
+    def __repr__(self) -> str:
+        tasks, steps = self.support_losses.shape
+        return f"AdaptedModel({tasks} tasks, {steps} steps, params={list(self.params)})"
 
     def __call__(self, x: Any) -> Any:
         """Predict for the inputs of each task.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -44,7 +45,7 @@ def _terms(adapt: object) -> list[str | nn.Module]:
     if not isinstance(terms, Collection) or not all(isinstance(t, (str, nn.Module)) for t in terms):
         raise TypeError(
             f"{_CALL}: expected None, a name, a pattern such as 'head.*' or '!head.*', a module of the model, a list "
-            f"of these, or a predicate (name, parameter) -> bool, got {adapt!r}."
+            f"of these, or a predicate (name, parameter) -> bool, got {reprlib.repr(adapt)}."
         )
     return list(terms)
 
@@ -87,10 +88,8 @@ def parameters_of(
         every = {name for name, aliases in names if any(_matches(pattern, a) for a in aliases)}
     found = every.intersection(trained)
     if not found:
-        why = f"does not {kind}" if every else "is no parameter of the model"
-        raise ValueError(
-            f"{call}: what {shown} stands for {why}. The parameters that {kind} are {list(trained)}."
-        )
+        why = f"does not {kind}" if every else "matches no parameter of the model"
+        raise ValueError(f"{call}: {shown} {why}. The parameters that {kind} are {list(trained)}.")
     return found
 
 

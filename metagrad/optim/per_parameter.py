@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from metagrad.core.checks import refuse
 from metagrad.core.tree import Params, widened
 from metagrad.optim.hyperparameters import check_hyperparameter, count, values_at
 from metagrad.optim.rule import Hyperparameter, RuleNode
@@ -64,6 +65,8 @@ class PerParameter(RuleNode):
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step."""
+        if not hasattr(params, "items"):
+            refuse(f"{self.call}.init(params)", "a dict by name", type(params).__name__, TypeError)
         for key, param in params.items():
             self.check(key, param)
         rows = [self.init_slots(widened(param)) for param in params.values()]
@@ -128,6 +131,9 @@ def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: b
 
     Raise an error for missing and unsupported sparse gradients.
     """
+    if not hasattr(grads, "get") or not hasattr(params, "items"):
+        kinds = type(grads).__name__, type(params).__name__
+        refuse(f"{call}.update(grads, state, params)", "grads and params as dicts by name", kinds, TypeError)
     for key in params:
         gradient = grads.get(key)
         if gradient is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from metagrad.core.checks import check_count
+from metagrad.core.checks import check_count, refuse
 
 
 def check_counts(call: str, counts: Mapping[str, Any]) -> None:
@@ -18,6 +18,8 @@ def check_counts(call: str, counts: Mapping[str, Any]) -> None:
 
 def check_generator(call: str, generator: torch.Generator | None, device: torch.device) -> None:
     """Raise ``ValueError`` if the generator cannot fill tensors on the device."""
+    if not isinstance(generator, torch.Generator | None):
+        refuse(call, "generator=torch.Generator().manual_seed(0) or None", generator, TypeError)
     if generator is None or (
         generator.device.type == device.type
         and (None in (generator.device.index, device.index) or generator.device.index == device.index)

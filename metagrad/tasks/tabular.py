@@ -133,6 +133,9 @@ class Tabular:
         else:
             self._y = self._numbers(columns, "y", [y], rows)
 
+    def __repr__(self) -> str:
+        return f"<{self.protocol_description}>"
+
     @property
     def protocol_description(self) -> str:
         """Description of the tasks. Print it next to a result, so that others can compare it."""

@@ -60,9 +60,8 @@ class Stream:
 def seed_step(seed: int, t: int, part: int) -> None:
     """Seed the global generators of torch, NumPy and Python for a part of step ``t``."""
     number = _entropy(seed, t, part)
-    torch.default_generator.manual_seed(
-        number
-    )  # torch.manual_seed formats a stack trace if CUDA is not in use
+    # torch.manual_seed formats a stack trace if CUDA is not in use
+    torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
     random.seed(number)
@@ -126,7 +125,12 @@ class Examples:
         if self.tensors is not None:
             tensors, structure = self._dissected
             return structure.fill([values.index_select(0, rows.to(values.device)) for values in tensors])
-        x, y = default_collate([self.dataset[i] for i in rows.tolist()])
+        items = [self.dataset[i] for i in rows.tolist()]
+        if not isinstance(items[0], (tuple, list)) or len(items[0]) != 2:
+            refuse(
+                "Training(data)", "a dataset of pairs (x, y)", f"{type(items[0]).__name__} items", TypeError
+            )
+        x, y = default_collate(items)
         return x, y
 
 
@@ -135,7 +139,10 @@ def _length(data: tuple[Tree, Tree]) -> int:
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.ndim == 0:
             refuse(
-                "Training(data)", "tensors whose first axis counts examples", type(leaf).__name__, TypeError
+                "Training(data)",
+                "tensors whose first axis counts examples, such as torch.from_numpy(array)",
+                type(leaf).__name__,
+                TypeError,
             )
     sizes = sorted({len(leaf) for leaf in leaves})
     if len(sizes) > 1:

@@ -15,7 +15,14 @@ from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.unrolling.plan import Plan, states_of
 from metagrad.core._torch import Context, Function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
-from metagrad.core.checks import check_choice, check_count, check_function, check_type, refuse
+from metagrad.core.checks import (
+    check_choice,
+    check_count,
+    check_function,
+    check_type,
+    dtypes_explained,
+    refuse,
+)
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.reach import Place, ReachableObjects
 from metagrad.core.tree import LossFn, Params, Tree, dissect, is_differentiable
@@ -108,12 +115,16 @@ class Training:
         check_type("Training(model)", model, nn.Module)
         refuse_wrapped("Training(model)", model)
         check_substitutable("Training(model)", model.modules())
+        if any(hasattr(module, "_orig_mod") for module in model.modules()):
+            refuse("Training(model)", "the model as it was before torch.compile", type(model).__name__)
         if not model.training:
             refuse("Training(model)", "a model in training mode, as after model.train()", "evaluation mode")
         check_function(call, "loss_fn", loss_fn)
         check_choice("Training(average)", average, ("batch", "weights"))
         check_count("Training(micro_batch)", micro_batch, optional=True)
         self.model = Model(model)
+        if not self.model.params():
+            refuse("Training(model)", "a parameter that requires grad", None)
         self.examples = Examples(data)
         self.optimizer = _checked_rule("Training(optimizer)", optimizer)
         size = min(check_count("Training(batch_size)", batch_size), self.examples.size)
@@ -121,6 +132,10 @@ class Training:
         self.steps = _number_of_steps(epochs, steps, -(-self.examples.size // size), order)
         stream = Stream(self.examples.size, size, self.steps, seed, order)
         self.step = Step(self.model, loss_fn, stream, average, micro_batch, transform, group)
+
+    def __repr__(self) -> str:
+        name, steps = type(self.model.module).__name__, self.steps
+        return f"Training({name}, {self.num_examples} examples, {steps} steps, {self.optimizer})"
 
     @property
     def num_examples(self) -> int:
@@ -193,7 +208,8 @@ class Training:
         wanted = leaves.filled([t.requires_grad and torch.is_grad_enabled() for t in leaves.flat()])
         plan = self.plan(memory, states, params=own, optimizer=rule)
         full = memory == "full" and states is None
-        trajectory = Trajectory(self.step, inputs, leaves, wanted, own, None if full else plan, offload)
+        with dtypes_explained("Training(...)(data)", own.values(), examples.tensors):
+            trajectory = Trajectory(self.step, inputs, leaves, wanted, own, None if full else plan, offload)
         return Trained(self, trajectory)
 
     def plan(
@@ -228,7 +244,8 @@ class Training:
     def _places(self, params: Params) -> list[tuple[Place, Tensor]]:
         """Return the tensors that require grad among those that the loss, the model and the transform can reach."""
         known = {id(t) for t in (*params.values(), *self.model.params().values())}
-        functions = filter(None, (self.step.loss_fn, self.model.module, self.step.transform))
+        given = self.step.loss_fn, self.model.module, self.step.transform
+        functions = [function for function in given if function is not None]
         reached = [found for function in functions for found in ReachableObjects(function).tensors]
         return [(place, t) for place, t in reached if t.requires_grad and id(t) not in known]
 
@@ -288,6 +305,9 @@ class Trained:
         self.optimizer_state = final.optimizer
         self.weights = trajectory.inputs.weights
         self.report: Report = trajectory.report
+
+    def __repr__(self) -> str:
+        return f"Trained by {self.training}, loss {self.losses[-1]:.4g} at the last step"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the trained model in evaluation mode."""

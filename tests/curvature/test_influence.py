@@ -159,6 +159,9 @@ def test_what_cannot_be_answered_is_an_error():
         run(method="kfac")
     with pytest.raises(ValueError, match="queries: expected a function of the parameters that returns"):
         run(lambda p: torch.zeros(3))
+    with pytest.raises(ValueError, match="queries: expected a first axis of examples"):
+        run((queries[0][0], queries[1][0]))
+    assert repr(run(damping=1.0)).startswith("InfluenceScores(scores=[")
     with pytest.raises(SolveError, match="not positive definite"):
         run(damping=0.0, method="exact")
     normed = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()

@@ -134,6 +134,7 @@ def test_a_difference_below_the_rounding_error_is_nan_and_a_step_that_moves_noth
         opt.zero_grad()
         opt.step()
     (reading,) = watch.history
+    assert repr(watch) == f"Sharpness(every 1 steps, 1 readings, last=[{reading}])"
     assert math.isnan(reading.curvature)
     assert math.isnan(reading.ratio)
     opt.step()

@@ -123,6 +123,7 @@ CALLS = {
     "ggn(model, loss_fn, params, data): ": [
         *each(ggn, model=["model", nn.Linear, lambda params, x: x[:, :2]], loss_fn=["mse", lambda z, y: z]),
         *each(ggn, params=[{"q": W}, {"weight": torch.ones(5, 5)}], data=[X, None, [(X, Y, Y)]]),
+        partial(ggn, data=torch.utils.data.TensorDataset(X, Y)),
         partial(ggn, lazy, params=LAZY),
         partial(ggn, data=[BATCH], reduction=3),
     ],

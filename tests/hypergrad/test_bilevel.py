@@ -142,5 +142,7 @@ def test_parameters_are_drawn_for_each_outer_step():
         slopes = mg.hypergradient(problem.outer, problem.inner, start, hyper, method=method)
         hyper = {name: value - slopes[name] for name, value in hyper.items()}
     torch.testing.assert_close(found.hyper, hyper, rtol=0, atol=0)
+    with pytest.raises(TypeError, match=r"such as dict\(model.named_parameters\(\)\), got Linear"):
+        mg.bilevel(problem.outer, problem.inner, torch.nn.Linear(1, 1), problem.hyper, steps=3, **settings)
     with pytest.raises(ValueError, match=r"a function as params starts again .* Pass warm_start=False"):
         mg.bilevel(problem.outer, problem.inner, starts.__getitem__, problem.hyper, steps=3, **settings)

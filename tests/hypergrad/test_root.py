@@ -178,8 +178,20 @@ def test_what_is_no_root_has_no_derivative():
             double.sum().backward()
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_a_given_value_that_is_no_root_is_a_warning(scale):
+    theta = torch.tensor([2.0, 3.0], dtype=F64, requires_grad=True)
+    f, roots = lambda x: scale * (x**2 - theta), theta.detach().sqrt()
+    implicit_root(f, roots * 1.001, batch_ndim=1)
+    implicit_root(lambda x: f(x + roots), torch.zeros(2, dtype=F64))
+    with torch.no_grad():
+        implicit_root(f, 2 * roots)
+    with pytest.warns(UserWarning, match=r"implicit_root\(f, x\): x is no root.* In row 1 of 2, .f. is"):
+        implicit_root(f, roots * torch.tensor([1.001, 1.1], dtype=F64), batch_ndim=1)
+
+
 def test_wrong_arguments_are_errors():
-    with pytest.raises(ValueError, match="form and shapes of the start"):
+    with pytest.raises(ValueError, match=r"form and shapes of the start, .*\(2,\).*, got .*\(\)"):
         root(lambda x: x.sum(), torch.ones(2))
     with pytest.raises(ValueError, match="form and shapes of the start"):
         fixed_point(lambda x: x.sum() / 4, torch.ones(2))

@@ -135,6 +135,7 @@ def test_two_open_at_once():
 def test_a_tracker_measures_one_run():
     with MemoryTracker(device="cpu") as mem:
         pass
+    assert repr(mem).startswith("MemoryTracker(cpu, 0 phases)")
     with pytest.raises(RuntimeError, match="this one has measured its run; make a new one"):
         mem.__enter__()
     assert current() is None

@@ -122,12 +122,18 @@ def test_names_of_parameters():
     frozen[0].requires_grad_(False)
     assert_named(
         {
-            r"'haed\.\*' stands for is no parameter.*'2\.weight'": named(adapt="haed.*"),
+            r"'haed\.\*' matches no parameter.*'2\.weight'": named(adapt="haed.*"),
             "does not require grad": named(adapt="0.*"),
             "chooses none of the parameters": named(adapt="!*"),
-            "the module Linear stands for is no parameter": named(adapt=nn.Linear(4, 3)),
+            "the module Linear matches no parameter": named(adapt=nn.Linear(4, 3)),
             "expected None, a name.*a list": named(adapt=[3]),
-            r"sparse\): expected a list of parameter names, got the string": maml(table(), sparse="0.weight"),
+            r"a predicate.*got \[Parameter con\.\.\..{0,20}\]\.$": named(
+                adapt=[nn.Parameter(torch.ones(9, 9))]
+            ),
+            "expected a list of parameter names, .* got True": maml(table(), sparse=True),
+            r"sparse\): expected a list of parameter names, .* got '0.weight'": maml(
+                table(), sparse="0.weight"
+            ),
             r"sparse\): 'item' is not a parameter": maml(table(), sparse=["item"]),
             r"sparse\): '1.bias': expected an embedding table \[V, D\]": maml(table(), sparse=["1.bias"]),
             "'0.weight' does not require grad, so it is not learned": maml(frozen, sparse=["0.weight"]),
@@ -177,7 +183,7 @@ def test_arguments_of_other_algorithms():
             r"BOIL\(..., adapt\): all but the head is adapted": of(mg.BOIL, adapt="0"),
             r"FOMAML\(..., order\): it is 1": of(mg.FOMAML, order=2),
             r"CAVIA\(..., adapt\): only the context": of(mg.CAVIA, adapt="0"),
-            "what 'context' stands for is no parameter of the model": of(mg.CAVIA),
+            "'context' matches no parameter of the model": of(mg.CAVIA),
             r"MetaSGD\(..., per\): expected one of 'entry', 'tensor', 'step', got 'row'": of(
                 mg.MetaSGD, per="row"
             ),
@@ -249,10 +255,12 @@ def test_batches():
     cases = {
         r"support.x is empty, its shape is \(0, 6, 2\)": batch(X[:0], Y[:0]),
         r"query.x is empty, its shape is \(4, 0, 2\)": batch(X, Y, X[:, :0], Y[:, :0]),
-        "same number of tasks in front": batch(X[:2], Y[:2], X, Y),
+        r"same number of tasks in front.* a single task, use x.unsqueeze\(0\)": batch(X[:2], Y[:2], X, Y),
         "support.x and support.y must have the same number of examples": batch(X, Y[:, :3]),
         r"must be \[tasks, examples, ...\], got shape \(6,\)": batch(X[0, :, 0], Y),
-        r"must be a pair \(support, query\), .* got a tuple of 1": ((X, Y),),
+        r"must be a pair \(support, query\), .* got a tuple of 1. Stack single tasks": ((X, Y),),
+        r"support.x holds a NumPy array. Use torch.from_numpy": batch(X.numpy(), Y),
+        "support.x must be .* got a list without tensors": batch(X.tolist(), Y),
         r"got a dict with the keys \['train', 'test'\]": {"train": 1, "test": 2},
         r"query must be a pair \(x, y\), .* got a Tensor": ((X, Y), Y),
         r"query.x must be a tensor, or a nesting": ((X, Y), ({}, Y)),
@@ -288,6 +296,11 @@ class Outside(nn.Module):
         return self.linear(x) + x @ self.held[0].T
 
 
+class Tuple(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
 class Constant(nn.Linear):
     def forward(self, x):
         return super().forward(x).detach() + torch.zeros((), requires_grad=True)
@@ -311,6 +324,8 @@ def test_losses_and_models(task_chunk):
         {
             "the loss of a task reads the parameter '0.weight'.* weight_decay": run(own, penalty),
             "reads the parameter 'linear.weight'": run(Outside()),
+            r"the model returns a tuple.* F.mse_loss\(out\[0\], y\)": run(Tuple(2, 3)),
+            "the model returns a tuple": run(Tuple(2, 3), nn.CrossEntropyLoss()),
             "depends on none of the parameters": run(Constant(2, 3)),
             "depends on none of the parameters.* detach": run(None, lambda p, y: p.detach().mean()),
             "a real loss in floating point, got torch.complex64": run(None, lambda p, y: p.mean() * 1j),

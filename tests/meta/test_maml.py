@@ -152,7 +152,11 @@ def test_the_hessian_through_a_norm_is_right(regression, norm, memory):
 
 def test_output_shapes_and_the_first_losses(regression):
     model = mlp()
-    out = learner(mg.MAML, model, steps=5)(regression)
+    maml = learner(mg.MAML, model, steps=5)
+    out = maml(regression)
+    assert repr(maml.adapt(regression.support)).startswith(
+        "AdaptedModel(4 tasks, 5 steps, params=['0.weight', "
+    )
     assert out.loss.shape == ()
     assert out.support_losses.shape == (4, 5)
     assert out.query_losses.shape == (4,)

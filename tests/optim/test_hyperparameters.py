@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import metagrad as mg
-from metagrad.optim.rules import adagrad, adam, rmsprop, sgd
+from metagrad.optim.rules import adagrad, adam, chain, clip_by_norm, rmsprop, sgd
 from tests.optim.cases import CASES, scalar
 
 CASE = CASES["sgd"]
@@ -71,6 +71,18 @@ def test_values_per_element_apply_to_every_stacked_task():
 def test_bad_hyperparameters_are_refused(make, keywords, error, message):
     with pytest.raises(error, match=message):
         make(**keywords)
+
+
+@pytest.mark.parametrize("rule", [sgd(lr=0.1), adam(lr=0.1), chain(clip_by_norm(1.0), sgd(lr=0.1))])
+def test_parameters_and_gradients_are_dicts(rule):
+    p = {"w": torch.ones(2)}
+    with pytest.raises(TypeError, match=r"init\(params\): expected a dict by name, got 'list'"):
+        rule.init([torch.ones(2)])
+    for given in ((p, rule.init(p), [torch.ones(2)]), ((torch.ones(2),), rule.init(p), p)):
+        with pytest.raises(
+            TypeError, match=r"update\(grads, state, params\): expected grads and params as dicts"
+        ):
+            rule.update(*given)
 
 
 @pytest.mark.parametrize(

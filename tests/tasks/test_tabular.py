@@ -97,6 +97,7 @@ def test_small_tasks_are_left_out_when_told_to():
     assert tasks.skipped == [0, 1, 2, 3, 4, 5]
     assert tasks.tasks == [6, 7, 8, 9]
     assert tasks.protocol_description == ("Tabular tasks by 'who', 5 support and 5 query rows, 4 tasks")
+    assert repr(tasks) == f"<{tasks.protocol_description}>"
 
 
 @pytest.mark.parametrize(

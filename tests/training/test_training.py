@@ -566,6 +566,16 @@ def test_a_derivative_that_would_be_lost_is_an_error(name, create_graph):
 
 WRONG = {
     "an iterator": ({"data": iter([])}, TypeError, "a loader cannot be used"),
+    "a dict": ({"data": [{"x": torch.zeros(12), "y": 0}]}, TypeError, "pairs (x, y), got 'dict items'"),
+    "three parts": ({"data": [(torch.zeros(12), 0, 1)]}, TypeError, "pairs (x, y)"),
+    "an array": ({"data": (torch.zeros(3, 12).numpy(), torch.zeros(3))}, TypeError, "torch.from_numpy"),
+    "another dtype": (
+        {"data": (torch.zeros(3, 12, dtype=torch.float32), torch.zeros(3, dtype=torch.int64))},
+        ValueError,
+        "x.to(torch.float64)",
+    ),
+    "compiled": ({"model": lambda: torch.compile(mlp())}, ValueError, "as it was before torch.compile"),
+    "frozen": ({"model": lambda: mlp().requires_grad_(False)}, ValueError, "a parameter that requires grad"),
     "lengths": ({"data": (torch.zeros(3, 12), torch.zeros(2))}, ValueError, "same number of examples"),
     "a sum": (
         {"loss_fn": lambda o, y: F.cross_entropy(o, y, reduction="sum")},
@@ -611,3 +621,24 @@ def test_wrong_input_is_an_error_that_names_the_argument(name):
     with pytest.raises(error, match=r"Training\(") as raised:
         mg.Training(given.pop("model")(), **given)(**calls)
     assert message in str(raised.value)
+
+
+class Odd(nn.Linear):
+    """A module without a truth value, as ``torch.compile`` returns."""
+
+    def __len__(self):
+        raise TypeError("no len()")
+
+
+def test_trainings_and_trained_models_print_model_steps_and_loss():
+    training = mg.Training(
+        Odd(2, 1),
+        F.mse_loss,
+        (torch.zeros(3, 2), torch.zeros(3, 1)),
+        optimizer=R.sgd(lr=0.0),
+        batch_size=3,
+        steps=2,
+    )
+    trained = training()
+    assert repr(training).startswith("Training(Odd, 3 examples, 2 steps, SGDRule(lr=0.0")
+    assert repr(trained).endswith(f"loss {trained.losses[-1].item():.4g} at the last step")

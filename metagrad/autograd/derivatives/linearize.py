@@ -78,6 +78,10 @@ class Linearization:
         self.loss: Tensor = loss if create_graph else loss.detach()
         self.gradient: Tree = gradient if create_graph else tree_map(torch.Tensor.detach, gradient)
 
+    def __repr__(self) -> str:
+        graph = "closed" if self._recorded is None else "open"
+        return f"Linearization(loss={self.loss.item():.4g}, {self._spec.num_leaves} tensors, {graph})"
+
     def hvp(self, v: Tree, *, chunk: Bytes = "64MiB") -> Tree:
         """Compute a Hessian-vector product, or a stack of products.
 

@@ -163,7 +163,15 @@ def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bo
     named = checked_leaves(call, params)
     leaves = list(named.values())
     refuse_order(call, [loss], leaves, 3 if create_graph else 2)
-    parts = torch.autograd.grad(loss, leaves, torch.ones_like(loss), create_graph=True, allow_unused=True)
+    try:
+        parts = torch.autograd.grad(loss, leaves, torch.ones_like(loss), create_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{call}: backward() or grad() freed the graph of the loss. Compute the loss again, or call "
+            "loss.backward(retain_graph=True) before."
+        ) from error
     refuse_freed(call, named)
     refuse_unused(call, {name: part is not None for name, part in zip(named, parts, strict=True)})
     _refuse_sparse(call, named, parts)

@@ -47,7 +47,8 @@ def rows_of(inputs: Tree, steps: int) -> tuple[Tree, ...]:
             found = f"{tuple(leaf.shape)}, {leaf.layout}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise ValueError(
                 f"unroll(..., inputs): expected dense tensors with a first axis of length steps={steps}, a row for "
-                f"each step, got {name}: {found}. Pass what all steps share in *args."
+                f"each step, such as torch.stack(list of {steps} tensors), got {name}: {found}. Pass what all steps "
+                "share in *args."
             )
     return tuple(structure.fill(rows) for rows in zip(*(t.unbind() for t in tensors), strict=True))
 

@@ -121,8 +121,8 @@ class ModelProblem:
             size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
             raise ValueError(
                 f"{self.call}: a batch must be a pair (x, y), for model(x) and loss_fn(output, y), got a "
-                f"{type(batch).__name__}{size}. Put several inputs into a tuple or dict, and take a function for the "
-                "model that unpacks them."
+                f"{type(batch).__name__}{size}. Pass a dataset as DataLoader(dataset, batch_size=...). Put several "
+                "inputs into a tuple or dict, and take a function for the model that unpacks them."
             )
         return batch[0], batch[1]
 

@@ -16,7 +16,7 @@ from metagrad.curvature.rows import inner, orthonormal
 FIRST_RANK, LARGEST_RANK = 8, 256  # of the adaptive choice
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Nystrom:
     r"""A low-rank approximation :math:`\hat A = U \Lambda U^T \preceq A`. Made by :func:`nystrom`.
 
@@ -29,6 +29,10 @@ class Nystrom:
     basis: Tensor
     eigenvalues: Tensor
     matvecs: int
+
+    def __repr__(self) -> str:
+        least, greatest = self.eigenvalues.aminmax()
+        return f"Nystrom(rank {len(self.basis)}, eigenvalues {least:.4g} to {greatest:.4g}, {self.matvecs} products)"
 
     def inverse(self, damping: float | Tensor) -> Rows:
         r"""Return the map :math:`v \mapsto (\hat A + \mu I)^{-1} v` of rows. It costs two products with U.

@@ -117,7 +117,8 @@ def arguments(x: object, call: str) -> Nested:
     value = structured(dict(x) if isinstance(x, Mapping) else x, call)
     if not tree_leaves(value):
         raise TypeError(
-            f"{call} must be a tensor, or a nesting of dicts, tuples and lists that holds some, got {x!r}."
+            f"{call} must be a tensor, or a nesting of dicts, tuples and lists that holds some, got a "
+            f"{type(x).__name__} without tensors."
         )
     return value
 
@@ -208,6 +209,8 @@ def _collect_paths(form: Form, path: str, found: dict[int, str]) -> None:
 
 def _unknown(value: object, path: str, call: str) -> str:
     kind = type(value).__name__
+    if kind == "ndarray":
+        return f"{call} holds a NumPy array{f' at {path}' if path else ''}. Use torch.from_numpy(array)."
     return (
         f"{call} holds a {kind}{f' at {path}' if path else ''}, which may hide tensors. Use tensors, numbers, dicts, "
         "tuples, lists, dataclasses or subclasses of dict, or make it known by "

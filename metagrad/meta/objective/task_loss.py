@@ -136,14 +136,21 @@ class TaskLoss:
 
     def _check_examples(self, prediction: object, y: Nested, num_axes: int) -> None:
         """Raise if labels or targets do not fit the predictions."""
+        function = _function_of(self.loss_fn)
         if not isinstance(prediction, Tensor):
+            if getattr(function, "__module__", "").startswith("torch.nn."):
+                found: Any = prediction
+                raise TypeError(
+                    f"{self.name}(model, loss_fn): the model returns a {type(restored(found)).__name__}, and the "
+                    "loss takes a tensor. Select it in loss_fn, such as lambda out, y: F.mse_loss(out[0], y)."
+                )
             return
         shape = prediction.shape[num_axes:]
         if not torch.compiler.is_compiling():
             check_labels(self.labels, shape)
         if not isinstance(y, Tensor) or torch.compiler.is_compiling():
             return
-        function, targets = _function_of(self.loss_fn), y.shape[num_axes:]
+        targets = y.shape[num_axes:]
         if function in _ELEMENTWISE or type(function) in _ELEMENTWISE:
             if shape != targets:
                 raise ValueError(

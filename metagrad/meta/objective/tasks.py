@@ -97,7 +97,7 @@ def _two(value: Any, names: tuple[str, str], what: str) -> tuple[Any, Any]:
     first, second = names
     raise TypeError(
         f"{what} must be a pair ({first}, {second}), a dict with these two keys, or an object with these attributes, "
-        f"got {_described(value)}."
+        f"got {_described(value)}. Stack single tasks into tensors [tasks, examples, ...]."
     )
 
 
@@ -127,7 +127,10 @@ def _check_tasks(call: str, tasks: Tasks) -> None:
     for name, part in named.items():
         shapes |= {} if part is None else _sizes(call, name, part)
     if len({shape[0] for shape in shapes.values()}) > 1:
-        raise ValueError(f"{call}: every part must have the same number of tasks in front, got {shapes}.")
+        raise ValueError(
+            f"{call}: every part must have the same number of tasks in front, got {shapes}. Shapes are [tasks, "
+            "examples, ...]. For a single task, use x.unsqueeze(0)."
+        )
     for name, (x, y) in pairs.items():
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[1] != y.shape[1]:
             raise ValueError(

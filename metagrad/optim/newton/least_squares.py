@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import backward, linalg
-from metagrad.core.checks import check_count, check_number, is_mapping
+from metagrad.core.checks import check_count, check_number, check_type, is_mapping
 from metagrad.curvature.solvers.solution import SolveError
 from metagrad.optim.newton.gauss_newton import GaussNewton
 from metagrad.optim.newton.vector import flat
@@ -143,6 +143,7 @@ def least_squares(
     check_count("least_squares(..., max_steps)", max_steps)
     for name, tolerance in (("ftol", ftol), ("xtol", xtol), ("gtol", gtol)):
         check_number(f"least_squares(..., {name})", tolerance, 0)
+    check_type("least_squares(..., params)", params, Tensor, Mapping)
     given = {"params": params} if isinstance(params, Tensor) else params
     variables = {key: p.detach().clone().requires_grad_() for key, p in given.items()}
     settings: dict[str, Any] = {"progress": None, "nonfinite": "skip", **options}

@@ -14,7 +14,7 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import averaging_wrapper
-from metagrad.core.checks import check_count
+from metagrad.core.checks import check_count, check_function
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
@@ -253,6 +253,7 @@ class CurvatureOptimizer(RuleOptimizer):
                 f"{type(self).__name__}.step(closure): GradScaler takes no closure. Call "
                 "opt.backward(scaler.scale(loss)), then scaler.step(opt)."
             )
+        check_function(f"{type(self).__name__}.step(closure)", "closure", closure)
         try:
             with torch.enable_grad(), self.recording():
                 return closure()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from metagrad.core.capture import RandomState
-from metagrad.core.checks import refuse
+from metagrad.core.checks import is_sequence, refuse
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tree import Tree, tensors_in
@@ -22,10 +22,8 @@ from metagrad.sparse.tables.table_proxy import TableProxy
 
 def find_tables(call: str, model: nn.Module, sparse: Sequence[str]) -> dict[str, Tensor]:
     """Return embedding tables by name. Raise an error unless each name is a parameter [V, D]."""
-    if isinstance(sparse, str):
-        raise TypeError(
-            f"{call}: expected a list of parameter names, got the string {sparse!r}; write [{sparse!r}]."
-        )
+    if isinstance(sparse, str) or not is_sequence(sparse):
+        refuse(call, "a list of parameter names, such as ['item.weight']", sparse, TypeError)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # tied tables by all of their names
     for name in sparse:
         if name not in parameters:

@@ -140,6 +140,9 @@ class FewShot:
         """Number of classes that tasks are made of."""
         return len(self.classes)
 
+    def __repr__(self) -> str:
+        return f"<{self.protocol_description}>"
+
     @property
     def protocol_description(self) -> str:
         """Description of the tasks. Print it next to a result, so that others can compare it."""

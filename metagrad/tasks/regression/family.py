@@ -122,6 +122,10 @@ class Regression:
         self.device: torch.device = torch.get_default_device() if device is None else torch.device(device)
         check_float_dtype(call, self.dtype)
 
+    def __repr__(self) -> str:
+        sizes = f"shots={self.shots}, queries={self.queries}, noise={self.noise}"
+        return f"{type(self).__name__}({sizes}, x={self.x}, ranges={self.ranges})"
+
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Any:
         """Draw true functions without examples, for example to plot them.
 

@@ -127,8 +127,10 @@ def test_only_what_linearize_made_is_freed():
 def test_closed_is_closed():
     w = torch.ones(2, requires_grad=True)
     lin = linearize((w**2).sum(), {"w": w})
+    assert repr(lin) == "Linearization(loss=2, 1 tensors, open)"
     lin.close()
     lin.close()
+    assert "closed" in repr(lin)
     assert lin.gradient["w"].tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match="closed, and the graph is freed"):
         lin.hvp({"w": torch.ones(2)})
@@ -141,6 +143,16 @@ def test_products_that_are_not_finite_name_their_parameter():
             lin.hvp({"a": torch.ones(2), "b": torch.ones(2)})
         with pytest.raises(ValueError, match=r"v has nan or inf in the entry of params\['a'\]"):
             lin.hvp({"a": torch.tensor([1.0, torch.nan]), "b": torch.zeros(2)})
+
+
+def test_a_freed_graph_is_named():
+    w = torch.ones(2, requires_grad=True)
+    loss = (w**2).sum()
+    loss.backward()
+    with pytest.raises(
+        RuntimeError, match=r"linearize\(loss, params\): .* freed the graph of the loss. Compute"
+    ):
+        linearize(loss, w)
 
 
 @pytest.mark.filterwarnings("ignore:.*custom autograd.Function")

@@ -81,5 +81,7 @@ def test_float32_ends_at_its_precision():
     ],
 )
 def test_what_is_refused(residuals, options, error, match):
+    with pytest.raises(TypeError, match=r"params\): expected Tensor or Mapping, got list"):
+        least_squares(rosenbrock, [torch.ones(2)])
     with pytest.raises(error, match=match):
         least_squares(residuals, torch.tensor([-1.2, 1.0], dtype=F64), **options)

@@ -282,6 +282,8 @@ def test_a_closure_that_stops_calling_backward_is_refused():
 
     with pytest.raises(RuntimeError, match=r"opt.step\(closure\): .*has called loss.backward\(\) at its"):
         opt.step(closure)
+    with pytest.raises(TypeError, match=r"NewtonCG.step\(closure\): .* not what it returns, got Tensor"):
+        opt.step(w.sum())
     assert w.tolist() == [1.0, 1.0]
 
 

@@ -48,6 +48,7 @@ def test_rotations_are_classes_of_their_own(root):
 
 def test_the_protocol_is_spelled_out(root):
     tasks = Omniglot(root, ways=5, shots=1, queries=15, resize="area")
+    assert repr(tasks) == f"<{tasks.protocol_description}>"
     assert tasks.protocol_description == (
         "Omniglot 5-way 1-shot, 15 queries per class, train split of nobody (4 characters, 16 classes with "
         "rotations by 90, 180 and 270 degrees), 28x28 by area from 105x105, ink = 1, "

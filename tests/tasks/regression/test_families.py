@@ -60,6 +60,9 @@ def test_the_protocol_of_task_distributions(family):
         tasks.sample(0)
     with pytest.raises(ValueError, match=rf"{family.__name__}\.sample: the generator is on cpu, .* on meta"):
         family(device="meta").sample(1, generator=seeded())
+    with pytest.raises(TypeError, match=r"sample: expected generator=torch.Generator.*, got 0\."):
+        tasks.sample(1, generator=0)
+    assert repr(tasks).startswith(f"{family.__name__}(shots=4, queries=3, noise=")
 
 
 @pytest.mark.parametrize("family", FORMULAS)
