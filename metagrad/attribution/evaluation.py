@@ -114,8 +114,8 @@ def lds(
     References:
         Park et al., "TRAK: Attributing model behavior at scale", ICML 2023, definition 2.2.
     """
-    _check_weights("lds(scores)", scores)
     check_type("lds(training)", training, Training)
+    _check_weights("lds(scores)", scores)
     if outcomes is None:
         outcomes = retrain(training, _subsets(training.num_examples, drop, subsets, seed), metrics)
     distance = float((outcomes.weights.mean(0) - scores.at).mean().abs())
