@@ -34,8 +34,12 @@ def norm(rows: Tensor) -> Tensor:
 
 
 def safe_norm(rows: Tensor) -> Tensor:
-    """Return the norm of each row, a constant. Squares are summed in float64, so none of float32 is 0 or inf."""
-    return linalg.vector_norm(rows.detach(), dim=-1, dtype=torch.float64).to(rows.dtype)
+    """Return the norm of each row, a constant. No square is 0 or inf: float64 is scaled, and float32 summed in it."""
+    if rows.dtype != torch.float64 or not rows.numel():
+        return linalg.vector_norm(rows.detach(), dim=-1, dtype=torch.float64).to(rows.dtype)
+    largest = linalg.vector_norm(rows.detach(), torch.inf, dim=-1, keepdim=True)
+    scale = largest.where((largest > 0) & largest.isfinite(), 1)
+    return linalg.vector_norm(rows.detach() / scale, dim=-1) * scale.squeeze(-1)
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

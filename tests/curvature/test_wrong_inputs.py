@@ -106,7 +106,7 @@ CALLS = {
         *each(hessian, params=[[W], NET.parameters(), {}, {"w": None}, {"w": THREE.long()}, LAZY]),
         *each(hessian, params=[{"w": W, "v": W.double()}], chunk=[-1], data=[iter([BATCH])]),
         *each(hessian, loss=["loss", lambda p: 1.0, lambda p: p["w"] ** 2, lambda p: (p["w"] * 1j).sum()]),
-        *each(hessian, loss=[lambda p: torch.ones(()), W.detach().sum()]),
+        *each(hessian, loss=[lambda p: torch.ones(()), W.detach().sum(), NET]),
         partial(hessian, W.sin().sum(), DICT, BATCH),
         partial(hessian, W.sin().sum(), {"a": W, "b": W}),
         partial(hessian, data=[(X,), (X,)], reduction="avg"),

@@ -47,7 +47,7 @@ def linear_cross_entropy(
         The loss, in float32 or wider.
 
     Raises:
-        ValueError: The shapes do not match, or a label is not a class.
+        ValueError: The shapes or dtypes do not match, or a label is not a class.
         TypeError: ``labels`` are not integers.
 
     Example:
@@ -215,6 +215,8 @@ def _check_shapes(call: str, hidden: Tensor, weight: Tensor, labels: Tensor, bia
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = [tuple(x.shape) for x in (hidden, weight, labels) + (() if bias is None else (bias,))]
         refuse(call, "shapes [..., features], [classes, features], [...] and [classes] for a bias", shapes)
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        refuse(f"{call}: weight", f"{hidden.dtype} as hidden, or torch.autocast", weight.dtype)
 
 
 def _check_labels(call: str, labels: Tensor, classes: int) -> None:

@@ -128,7 +128,15 @@ def hessian(
             dtypes_explained(_CALL, leaves.values(), arguments),
         ):
             of_leaves = partial(loss, with_values(params, leaves), *arguments)
-            value, known = (of_leaves(), None) if is_alone else recognized(of_leaves)
+            try:
+                value, known = (of_leaves(), None) if is_alone else recognized(of_leaves)
+            except TypeError as error:
+                if not isinstance(loss, torch.nn.Module):
+                    raise
+                raise TypeError(
+                    f"{_CALL}: loss is a module, which was called as loss(params). Pass the loss of its output, or a "
+                    "function of params that calls it by torch.func.functional_call."
+                ) from error
         operator = of_loss(value, leaves)
         if not is_alone:
             says = "mean" if reduction is None and known is None else reduction

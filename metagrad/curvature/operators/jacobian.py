@@ -79,9 +79,9 @@ class Examples:
         self.fn = fn
         tensors = tensors_in(self.data)
         sizes = {tensor.shape[:1] for tensor in tensors}
-        if len(sizes) != 1 or sizes == {()}:
+        if len(sizes) != 1 or sizes <= {(), (0,)}:
             raise ValueError(
-                f"{call}: data must be tensors whose first dimension counts the same examples, got shapes "
+                f"{call}: data must be tensors whose first dimension counts the same examples, 1 or more, got shapes "
                 f"{[list(tensor.shape) for tensor in tensors]}."
             )
         self.count: int = len(tensors[0])

@@ -118,7 +118,7 @@ def lanczos_step(
     rest, parts = orthogonalize(images, basis[:, : j + 1], coupled)
     length = safe_norm(rest).unsqueeze(1)
     report = torch.cat([parts, length], 1).double().cpu().numpy()
-    scales = np.maximum(scales, np.linalg.norm(report, axis=1))  # the basis is orthonormal
+    scales = np.maximum(scales, np.hypot.reduce(report, axis=1))  # the basis is orthonormal
     if not np.isfinite(scales).all():
         refuse_nonfinite(call, images)
     eps = torch.finfo(images.dtype).eps

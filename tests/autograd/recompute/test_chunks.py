@@ -92,6 +92,14 @@ def test_float32_is_as_exact_as_the_dense_loss():
         assert float((got - expected).norm() / expected.norm()) <= bound
 
 
+def test_dtypes_differ_only_under_autocast():
+    hidden, weight, labels = torch.randn(3, 4), torch.randn(5, 4).bfloat16(), torch.arange(3)
+    with pytest.raises(ValueError, match=r"weight: expected torch.float32 as hidden, or torch.autocast"):
+        linear_cross_entropy(hidden, weight, labels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear_cross_entropy(hidden, weight, labels).isfinite()
+
+
 def test_products_need_no_memory_for_all_logits():
     torch.manual_seed(0)
     hidden, weight, labels = draw(512, 4), draw(4096, 4), torch.randint(4096, (512,))

@@ -69,6 +69,8 @@ def test_wrong_inputs_are_errors():
     _, params, data = network(False)
     with pytest.raises(ValueError, match="same examples"):
         jacobian(lambda p, x, y: x, params, (data, data[:3]))
+    with pytest.raises(ValueError, match="same examples, 1 or more"):
+        jacobian(lambda p, x: p["0.bias"].sum(), params, data[:0])
     with pytest.raises(TypeError, match="must return a floating point tensor"):
         jacobian(lambda p, x: x, params, data)
     J = jacobian(lambda p, x: p["0.bias"].sum() + p["0.weight"].sum() * x.sum(), {

@@ -78,6 +78,13 @@ def test_squares_neither_overflow_nor_vanish():
         torch.testing.assert_close(scaled.projected / magnitude, plain.projected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("magnitude", [1e-200, 1e200])
+def test_squares_of_doubles_neither_overflow_nor_vanish(magnitude):
+    plain, scaled = (lanczos(MatrixMap(c * matrix("flat", N)), starts(1), steps=5) for c in (1.0, magnitude))
+    assert scaled.sizes == [5]
+    torch.testing.assert_close(scaled.projected / magnitude, plain.projected, rtol=1e-9, atol=1e-12)
+
+
 def test_operators_that_are_not_symmetric_are_seen():
     for dtype, size in [(torch.float64, 0.1), (torch.float32, 1.0)]:
         dense = matrix("flat", 50).to(dtype)
