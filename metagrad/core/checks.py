@@ -144,12 +144,21 @@ def dtypes_explained(call: str, params: Iterable[torch.Tensor], data: object) ->
         ) from error
 
 
-def warn(message: str) -> None:
-    """Issue a ``UserWarning`` for the innermost line outside of metagrad and torch."""
-    frame, level = sys._getframe(1), 2
+def caller() -> tuple[str, int]:
+    """Return the innermost line outside of metagrad and torch, and how many frames it is from the caller of this.
+
+    A thread without such a line runs the backward pass of an accelerator.
+    """
+    frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    name = frame.f_code.co_filename
+    return "a backward pass" if name.startswith(_INSIDE) else f"{name}:{frame.f_lineno}", level
+
+
+def warn(message: str) -> None:
+    """Issue a ``UserWarning`` for the innermost line outside of metagrad and torch."""
+    warnings.warn(message, stacklevel=caller()[1])
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import os
 import statistics
 import threading
 import time
@@ -17,7 +15,7 @@ from typing import Literal, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import check_choice, check_type, is_number, refuse
+from metagrad.core.checks import caller, check_choice, check_type, is_number, refuse
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -25,7 +23,6 @@ Layout = Literal["auto", "gather"]
 Kind = Literal["product", "segment sum", "conversion"]
 WIDE = 32  # columns of the dense operand in the products that thresholds are measured on
 REPEATS = 5  # timed calls
-_PACKAGES = tuple(os.path.dirname(path) + os.sep for path in (__file__, torch.__file__))
 
 
 @dataclass(frozen=True)
@@ -285,7 +282,7 @@ def count_merge(kind: Literal["done", "avoided"]) -> None:
 def count_densified(nbytes: int) -> None:
     """Count a dense matrix at the line of the caller outside metagrad and torch."""
     for found in _STATS:
-        place = found.densified.setdefault(_caller(), Densified())
+        place = found.densified.setdefault(caller()[0], Densified())
         place.count += 1
         place.nbytes += nbytes
 
@@ -313,14 +310,6 @@ def dense_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the multiplications per second of a dense product of two 512 x 512 matrices."""
     matrix = torch.ones(512, 512, device=device, dtype=dtype)
     return 512**3 / seconds(lambda: matrix @ matrix)
-
-
-def _caller() -> str:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        frame = frame.f_back
-    # A thread without other frames runs the backward pass of an accelerator.
-    return "a backward pass" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _size(nbytes: int) -> str:

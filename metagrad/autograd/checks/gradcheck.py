@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -166,24 +167,16 @@ def _leaves(points: Sequence[Tensor]) -> list[Tensor]:
     return [point.detach().clone().requires_grad_() for point in points]
 
 
+@dataclass
 class _Comparison:
     """Compares a gradient with finite differences, input by input."""
 
-    def __init__(
-        self,
-        names: list[str],
-        steps: Sequence[float],
-        rtol: float,
-        atol: float,
-        directions: int,
-        generator: torch.Generator,
-    ) -> None:
-        self.names = names
-        self.steps = steps
-        self.rtol = rtol
-        self.atol = atol
-        self.directions = directions
-        self.generator = generator
+    names: list[str]
+    steps: Sequence[float]
+    rtol: float
+    atol: float
+    directions: int
+    generator: torch.Generator
 
     def check(self, scalar: Scalar, points: list[Tensor], order: int) -> None:
         """Check the gradient of ``scalar``, which contracts all derivatives below ``order``."""

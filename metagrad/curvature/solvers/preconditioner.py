@@ -1,4 +1,4 @@
-"""Preconditioners, and a check that a map of rows is symmetric."""
+"""A check that a map of rows is symmetric."""
 
 from __future__ import annotations
 
@@ -39,20 +39,3 @@ def check_symmetric(call: str, name: str, operator: LinearMap, products: Rows, *
             f"{call}: {name} must be symmetric, but for random x and y, x^T A y = {forth:.6g} and "
             f"y^T A x = {back:.6g}. {fix}"
         )
-
-
-def checked_preconditioner(
-    call: str, precondition: Rows | None, operator: LinearMap, check: bool
-) -> Rows | None:
-    """Return a preconditioner of rows. Raise unless it is a symmetric map."""
-    if precondition is None:
-        return None
-    given: object = precondition
-    if not callable(given):
-        raise TypeError(
-            f"{call}: preconditioner must be a map of rows, such as lambda rows: rows / diagonal, got "
-            f"{type(given).__name__}."
-        )
-    if check:
-        check_symmetric(call, "preconditioner", operator, precondition)
-    return precondition

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
-from metagrad.core.checks import check_count, check_number, warn
+from metagrad.core.checks import check_count, check_number, refuse, warn
 from metagrad.core.tree import widened
 from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, checked_size
 from metagrad.curvature.solvers.cg import CG
@@ -17,7 +17,7 @@ from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.implicit import Inverse, attach_linear, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
 from metagrad.curvature.solvers.neumann import Neumann
-from metagrad.curvature.solvers.preconditioner import check_symmetric, checked_preconditioner
+from metagrad.curvature.solvers.preconditioner import check_symmetric
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
 from metagrad.curvature.solvers.system import (
     CALL,
@@ -129,10 +129,15 @@ def solve(
     if x0 is not None:
         check_vector("x0", x0, operator, like=b)
     system = LinearSystem(operator, damping, generator)
-    precondition = checked_preconditioner(CALL, preconditioner, operator, check_symmetry)
+    given: object = preconditioner
+    if given is not None and not callable(given):
+        what = f"{CALL}: preconditioner"
+        refuse(what, "a map of rows, such as lambda rows: rows / diagonal", given, TypeError)
+    if check_symmetry and preconditioner is not None:
+        check_symmetric(CALL, "preconditioner", operator, preconditioner)
     if check_symmetry and system.num_matrices is None:
         check_symmetric(CALL, "operator", system, system.undamped)
-    solver, precondition = _solver(method).set_up(system, precondition)
+    solver, precondition = _solver(method).set_up(system, preconditioner)
     rows, start = (None if v is None else v.reshape(-1, n) for v in (b, x0))
     assert rows is not None
     work = _SystemSolver(system, solver, precondition, max_steps or min(10 * n, 10_000))

@@ -64,17 +64,13 @@ def log_determinant(operator: LinearMap, *, damping: float = 0.0, **options: Any
         shifted = nodes + damping
         worst = float(shifted.detach().min())
         if worst <= smallest * float(shifted.detach().abs().max()):
+            more = max(2 * (damping - worst), 1e-6)
             raise ValueError(
                 f"{_CALL}: the operator is not positive definite: it has an eigenvalue of {worst:.4g} or less. Damp "
-                f"it: pass damping={_round_up(damping - worst)} or more, or use a Gauss-Newton or Fisher operator, "
+                f"it: pass damping={more:.0e} or more, or use a Gauss-Newton or Fisher operator, "
                 "which is semidefinite, with damping."
             )
         return shifted.log()
 
     estimate = trace_of(operator, logarithm, call=_CALL, **options)
     return dataclasses.replace(estimate, quantity="log-determinant")
-
-
-def _round_up(damping: float) -> str:
-    """Return the damping to suggest: twice the missing damping, rounded to one digit."""
-    return f"{max(2 * damping, 1e-6):.0e}"

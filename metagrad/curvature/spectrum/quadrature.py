@@ -171,9 +171,9 @@ def trace_of(
         for starts, state in krylov_spaces(
             operator, count, steps=steps, generator=generator, chunk=chunk, call=call
         ):  # fmt: skip
-            samples.append(_samples(starts, state, function, call))
+            samples += [_sample(start, state, i, function, call) for i, start in enumerate(starts)]
             matvecs += state.matvecs
-        estimate = _estimate(torch.cat(samples), matvecs, rtol, torch.finfo(operator.dtype).eps, call)
+        estimate = _estimate(torch.stack(samples), matvecs, rtol, torch.finfo(operator.dtype).eps, call)
         if rtol is not None and estimate.converged:
             break
     assert estimate is not None
@@ -189,14 +189,10 @@ def _rounds(probes: int, rtol: float | None) -> Iterator[int]:
         yield size
 
 
-def _samples(starts: Tensor, state: LanczosState, function: Callable[[Tensor], Tensor], call: str) -> Tensor:
-    """Return z^T f(A) z of each probe, from all, half and a quarter of the steps, and its size, [count, 4]."""
-    return torch.stack([_sample(start, state, i, function, call) for i, start in enumerate(starts)])
-
-
 def _sample(
     start: Tensor, state: LanczosState, i: int, function: Callable[[Tensor], Tensor], call: str
 ) -> Tensor:
+    """Return z^T f(A) z of a probe, from all, half and a quarter of the steps, and its size, [4]."""
     rule = gauss_rule(state, i)
     values, slopes = _with_slope(function, rule.nodes, call)
     forms = [rule.weights @ values, *_from_fewer_steps(state, i, function, call), rule.weights @ values.abs()]

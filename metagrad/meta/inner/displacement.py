@@ -83,14 +83,10 @@ class _GivenGradient(Function):
         count = len(ctx.saved_tensors) // 2
         gradients, starts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         weights = weights if ctx.stacked else weights.squeeze(0)
-        weighted = [_weighted(weights, gradient) for gradient in gradients]
+        weighted = [over(weights, gradient) * gradient for gradient in gradients]
         if torch.is_grad_enabled():
             weighted = map(_Constant.apply, weighted, starts)
         return None, None, *[None] * count, *weighted
-
-
-def _weighted(weights: Tensor, value: Tensor) -> Tensor:
-    return over(weights, value) * value
 
 
 class _Constant(Function):

@@ -186,7 +186,7 @@ class InnerLoop:
         loss: Loss = self.to_query(tasks)._loss(tasks)
         # An eager call of a small loss is as fast, and its gradient can be differentiated again.
         if self.compiled is not None and sum(p.numel() for p in adapted.values()) > SMALL:
-            loss = functools.partial(query_loss, self.compiled, loss)
+            loss = functools.partial(self.compiled.of(_query_loss), loss)
         with phase("query"):
             query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
         if self.compiled is not None:
@@ -501,11 +501,6 @@ def with_tensors(rule: Rule, like: Tensor) -> Rule:
         return leaf if leaf in (0, 1) else torch.full((), leaf, dtype=dtype, device=like.device)
 
     return tree_map(made, rule)
-
-
-def query_loss(compiler: Compiler, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
-    """Return compiled losses and predictions of adapted parameters."""
-    return compiler.of(_query_loss)(loss, params, x, y)
 
 
 def _query_loss(loss: Loss, params: Params, x: Nested, y: Nested) -> Any:
