@@ -133,7 +133,7 @@ CALLS = {
     ],
     "trace(operator, ...": [
         *each(on(curvature.trace), map=MAPS, method=["hutch", ["hutchinson"]], probes=[0, 2.5], rtol=[0, "1 %"]),
-        *each(on(curvature.trace), generator=[0]),
+        *each(on(curvature.trace), distribution=["gauss"], generator=[0]),
         *each(partial(on(curvature.trace), method="hutchinson"), chunk=["all"]),
         *each(partial(on(curvature.trace), method="xtrace"), probes=[1], map=HALF),
         *each(partial(on(curvature.trace), method="hutch++"), probes=[2], map=HALF),

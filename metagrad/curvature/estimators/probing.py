@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_count, check_positive, check_type
+from metagrad.core.checks import check_choice, check_count, check_positive, check_type
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import (
@@ -47,6 +47,7 @@ class ProbeSampler:
         budget: int = MOST_PROBES,
         rtol: float | None = None,
     ) -> None:
+        check_choice(f"{call}: distribution", distribution, Distribution)
         check_type(f"{call}: generator", generator, torch.Generator, optional=True)
         self.call = call
         self.operator = operator
@@ -95,7 +96,7 @@ class Estimator(Protocol):
     least: ClassVar[int] = 1
     """Minimum number of products."""
     has_subspace: ClassVar[bool] = True
-    """Whether probes are projected, so that they are drawn on the sphere."""
+    """Whether probes are projected, so that the sphere is the default distribution."""
 
     def extend(self, products: int) -> None:
         """Spend ``products`` more products, or fewer if further products add no information."""

@@ -11,6 +11,7 @@ from metagrad.core.checks import check_choice
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, student_t
+from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.estimators.probing import (
     FIRST,
     LEVEL,
@@ -132,7 +133,7 @@ class HutchPlusPlus(Estimator):
         on_basis = (self.basis.rows * self.products_of_basis).sum()
         rest = (self.probes * self.products).sum(1)
         outside = probing.n - len(self.basis.rows)
-        if outside:
+        if probing.distribution == "sphere" and outside:
             rest = rest * (outside / self.probes.square().sum(1))
         norm = (self.products_of_basis.square().sum() + self.products.square().sum(1).mean()).sqrt()
         return from_samples(
@@ -226,6 +227,7 @@ def trace(
     method: str = "auto",
     probes: int | None = None,
     rtol: float | None = None,
+    distribution: Distribution | None = None,
     generator: torch.Generator | None = None,
     chunk: str | int | float = "64MiB",
 ) -> Estimate:
@@ -248,9 +250,6 @@ def trace(
     the 90 % intervals covered the trace in 85 to 95 % of the runs. The coverage is lower if there are fewer than
     about ten samples and a few outliers.
 
-    Hutchinson's probes are signs. Methods with a subspace draw probes on the sphere, and rescale their projections
-    to the sphere of the complement, which reduces the variance.
-
     Args:
         operator: The map, n x n and symmetric.
         method: A row of the table. "hutch++" needs at least 3 products and "xtrace" 2. From 3n products for
@@ -260,6 +259,9 @@ def trace(
             default. "exact" always spends n.
         rtol: Stop if the half-width of the 95 % interval is at most ``rtol * |trace|``. Products are spent in batches
             that make the total 16, 24, 36, ... and all of them are used.
+        distribution: "rademacher", "normal" or "sphere", see :func:`sample_probes`. The default is "rademacher" for
+            Hutchinson and "sphere" for other methods. Projected sphere probes are rescaled to the sphere of the
+            complement, which reduces the variance.
         generator: Draws the probes. The same state gives bitwise identical results.
         chunk: Hutchinson's probes are drawn and multiplied in pieces of this many bytes. Probes do not depend on it.
 
@@ -297,7 +299,8 @@ def trace(
     if method == "auto":
         method = _chosen(operator, checked_size(call, operator), budget, rtol)
     estimator = _BY_NAME[method]
-    distribution = "sphere" if estimator.has_subspace else "rademacher"
+    if distribution is None:
+        distribution = "sphere" if estimator.has_subspace else "rademacher"
     probing = ProbeSampler(call, operator, distribution, generator, chunk, budget, rtol)
     if estimator.has_subspace:
         refuse_half(f'{call[:-1]}, method="{method}")', operator.dtype, other="hutchinson")

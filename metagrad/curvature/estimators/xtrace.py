@@ -68,11 +68,13 @@ class XTrace(Estimator):
             inside=inside - lost * (lost * inside).sum(1, keepdim=True),
             whole=(inside * lower).sum(1),
         )
-        dimension = probing.n - len(basis) + 1
-        squares = self.probes.square().sum(1) - one.inside.square().sum(1)
-        samples = one.rest() * (dimension / squares) - (lost @ on_basis * lost).sum(1)
+        scales = None
+        if probing.distribution == "sphere":
+            squares = self.probes.square().sum(1) - one.inside.square().sum(1)
+            scales = (probing.n - len(basis) + 1, squares)
+        samples = _scaled(one.rest(), scales) - (lost @ on_basis * lost).sum(1)
         with torch.no_grad():
-            inflated = inflation(samples, covariance_of(one.changes(dimension, squares)), self.most)
+            inflated = inflation(samples, covariance_of(one.changes(scales)), self.most)
         return from_samples(
             samples,
             probing.rounding(linalg.matrix_norm(lower) / len(lower) ** 0.5),
@@ -82,6 +84,10 @@ class XTrace(Estimator):
             shift=on_basis.trace(),
             inflation=inflated,
         )
+
+
+Scales = tuple[int, Tensor] | None
+"""Dimension of a complement, and the squared norms of the probes in it. None if probes are not rescaled."""
 
 
 class _LeaveOneOut(NamedTuple):
@@ -101,11 +107,10 @@ class _LeaveOneOut(NamedTuple):
         c = self.inside
         return self.whole - (self.outer * c).sum(1) + (c @ self.on_basis * c).sum(1)
 
-    def changes(self, dimension: int, squares: Tensor) -> Tensor:
+    def changes(self, scales: Scales) -> Tensor:
         """Return the change of the i-th estimate if the j-th probe is also left out, [k, k].
 
-        The arguments are the dimension of the complement and the squared norms of the probes in it. The span then
-        also loses the unit vector v_ij, which is s_j made orthogonal to s_i.
+        The span then also loses the unit vector v_ij, which is s_j made orthogonal to s_i.
         """
         H, s, c = self.on_basis, self.lost, self.inside
         cosines = s @ s.t()
@@ -120,10 +125,17 @@ class _LeaveOneOut(NamedTuple):
         form_of_v = (own[None, :] - crossed + cosines.square() * own[:, None]) / sines.square()
         step = along_v(c @ s.t())
         slope = along_v((self.outer - c @ (H + H.t())) @ s.t())
-        rest, squares = self.rest()[:, None], squares[:, None]
+        rest = self.rest()[:, None]
         changed = rest + step * slope + step.square() * form_of_v
-        changed = changed * ((dimension + 1) / (squares + step.square()))
-        return changed - rest * (dimension / squares) - form_of_v
+        if scales is not None:
+            dimension, squares = scales[0], scales[1][:, None]
+            rest = _scaled(rest, (dimension, squares))
+            changed = _scaled(changed, (dimension + 1, squares + step.square()))
+        return changed - rest - form_of_v
+
+
+def _scaled(rest: Tensor, scales: Scales) -> Tensor:
+    return rest if scales is None else rest * (scales[0] / scales[1])
 
 
 LEAST = 0.25  # lower bound for the estimate of k Cov / s^2, because few pairs make it noisy

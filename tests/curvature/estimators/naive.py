@@ -13,11 +13,11 @@ from metagrad.curvature.estimators.xtrace import XTrace
 from tests.curvature.maps import MatrixMap
 
 
-def fitted(cls, matrix: Tensor, products: int, seed=0, batches=1):
+def fitted(cls, matrix: Tensor, products: int, distribution="rademacher", seed=0, batches=1):
     """An estimator that has spent its products, in equal batches."""
     generator = torch.Generator().manual_seed(seed)
     estimator: XTrace | HutchPlusPlus = cls(
-        ProbeSampler("trace(operator, ...)", MatrixMap(matrix), "sphere", generator, "64MiB")
+        ProbeSampler("trace(operator, ...)", MatrixMap(matrix), distribution, generator, "64MiB")
     )
     for _ in range(batches):
         estimator.extend(products // batches)
@@ -34,10 +34,13 @@ def off(span: Tensor) -> Tensor:
     return torch.eye(span.shape[1], dtype=span.dtype) - q @ q.t()
 
 
-def xtrace(A: Tensor, probes: Tensor, i: int, left_out: Collection[int]) -> Tensor:
+def _resphered(probe: Tensor, dimension: int, distribution: str) -> Tensor:
+    return probe * (dimension**0.5 / probe.norm()) if distribution == "sphere" else probe
+
+
+def xtrace(A: Tensor, probes: Tensor, i: int, left_out: Collection[int], distribution: str) -> Tensor:
     """The i-th estimate, with i and perhaps others left out of the basis."""
     others = without(probes, {i, *left_out})
     P = off(others @ A)
-    g = P @ probes[i]
-    g = g * ((len(A) - len(others)) ** 0.5 / g.norm())
+    g = _resphered(P @ probes[i], len(A) - len(others), distribution)
     return A.trace() - (P @ A @ P).trace() + g @ A @ g
