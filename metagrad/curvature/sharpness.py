@@ -36,7 +36,7 @@ class Reading:
         ratio: :math:`-2 g^\top d / d^\top H d`, the multiple of the update at which a quadratic loss is as high as
             before. Below 1, the update increases a quadratic loss. Infinite if the curvature is not positive.
         critical: The multiple of the update at which the loss is as high as before, by search. None if not
-            requested, infinite if the loss stays lower for up to a million updates.
+            requested, infinite if the loss stays lower for up to a million updates. A loss of NaN counts as higher.
         rounding: Bound of the rounding error of ``curvature``.
         top: The largest eigenvalue of the Hessian. None if not requested.
         trace: The trace of the Hessian. None if not requested.
@@ -181,7 +181,7 @@ class Sharpness:
         ratio = -2 * slope / curved if curved > 0 else math.nan if math.isnan(curved) else math.inf
         critical = None
         if self._options["critical"]:
-            critical = _searched(lambda length: float(at(length)) > value)
+            critical = _searched(lambda length: not float(at(length)) <= value)  # NaN climbs
         return {
             "loss": value,
             "slope": slope,

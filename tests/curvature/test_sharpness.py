@@ -47,6 +47,15 @@ def test_a_quadratic_is_exact(lr):
     assert found.trace == pytest.approx(5.25, rel=1e-9)
 
 
+def test_a_loss_of_nan_counts_as_higher():
+    w = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
+    opt = torch.optim.SGD([w], lr=0.5)
+    with Sharpness(opt, lambda: -w.sum() + 0 * torch.log(10 - w).sum(), every=1, critical=True) as watch:
+        (-w.sum()).backward()
+        opt.step()
+    assert watch.last.critical == pytest.approx(18, rel=2**-11)  # where the logarithm ends
+
+
 def test_without_curvature_there_is_no_critical_step():
     w = torch.ones(2, dtype=F64, requires_grad=True)
     opt = torch.optim.SGD([w], lr=0.1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from metagrad.core._torch import from_numpy
 from metagrad.core.checks import progress
 from metagrad.curvature.linear_map import LinearMap, refuse_nonfinite, shaped_products
 from metagrad.curvature.rows import inner, safe_norm
+
+_hypot: Any = np.hypot  # its squares neither overflow nor vanish
 
 
 class LanczosState(NamedTuple):
@@ -118,7 +120,7 @@ def lanczos_step(
     rest, parts = orthogonalize(images, basis[:, : j + 1], coupled)
     length = safe_norm(rest).unsqueeze(1)
     report = torch.cat([parts, length], 1).double().cpu().numpy()
-    scales = np.maximum(scales, np.hypot.reduce(report, axis=1))  # the basis is orthonormal
+    scales = np.maximum(scales, _hypot.reduce(report, axis=1))  # the basis is orthonormal
     if not np.isfinite(scales).all():
         refuse_nonfinite(call, images)
     eps = torch.finfo(images.dtype).eps
