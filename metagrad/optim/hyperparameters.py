@@ -37,7 +37,8 @@ def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, below: 
     elif not isinstance(value, (int, float)):
         raise TypeError(
             f"{call}: {name} must be a number, a tensor, a sequence with one value for each step, or a dict by "
-            f"parameter name, got {type(value).__name__}."
+            f"parameter name, got {type(value).__name__}. Use float() for a NumPy number, and rules.schedule for a "
+            "function of the step."
         )
     elif not value >= 0:
         raise ValueError(f"{call}: {name} must be at least 0, got {value}.")

@@ -52,6 +52,7 @@ def test_values_per_element_apply_to_every_stacked_task():
     ("make", "keywords", "error", "message"),
     [
         (sgd, {"lr": "0.1"}, TypeError, "lr must be a number, a tensor.*got str"),
+        (sgd, {"lr": lambda t: 0.1}, TypeError, "got function.* rules.schedule for a function of the step"),
         (sgd, {"lr": torch.ones(2, 2)}, ValueError, r"scalar, or 1-d.*got shape \(2, 2\)"),
         (sgd, {"lr": {"w": "x"}}, TypeError, r"lr\['w'\]: expected int or float or Tensor, got str"),
         (sgd, {"lr": 0.1, "nesterov": True}, ValueError, "needs momentum, got 0"),
