@@ -13,3 +13,8 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return draw(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+def randn(*shape: int) -> Tensor:
+    """Draw in float64 from torch's own generator."""
+    return torch.randn(shape, dtype=torch.float64)

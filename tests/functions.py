@@ -22,3 +22,21 @@ def custom_function(value: Callable[[Tensor], Tensor], slope: Callable[[Tensor],
             return gradient * slope(ctx.saved_tensors[0])
 
     return Custom
+
+
+class Exponential(torch.autograd.Function):
+    """A Function that saves its output, as in torch's tutorials."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]

@@ -17,12 +17,9 @@ from metagrad.curvature.likelihoods.output_losses import (
     Gaussian,
 )
 from metagrad.curvature.likelihoods.recognition import evaluate, is_affine_in
+from tests.draws import randn
 
 torch.manual_seed(0)
-
-
-def randn(*shape):
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def rand(*shape):

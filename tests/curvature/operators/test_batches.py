@@ -14,10 +14,7 @@ from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.tasks.batch import Examples
-
-
-def randn(*shape):
-    return torch.randn(shape, dtype=torch.float64)
+from tests.draws import randn
 
 
 def made(num_data=7):

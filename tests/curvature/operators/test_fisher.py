@@ -9,12 +9,9 @@ from torch import nn
 
 from metagrad.curvature.operators.fisher import fisher
 from metagrad.curvature.operators.ggn import ggn
+from tests.draws import randn
 
 torch.manual_seed(0)
-
-
-def randn(*shape):
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def made(num_classes=3):

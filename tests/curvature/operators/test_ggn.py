@@ -15,12 +15,9 @@ import metagrad as mg
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.sparse import Pattern, SparseTensor, spmm
+from tests.draws import randn
 
 torch.manual_seed(0)
-
-
-def randn(*shape):
-    return torch.randn(shape, dtype=torch.float64)
 
 
 class Attention(nn.Module):

@@ -18,6 +18,7 @@ import metagrad as mg
 from metagrad.meta.objective.vmap import losses_stacked
 from metagrad.tasks import Batch, Examples
 from tests.draws import draw
+from tests.functions import Exponential
 from tests.marks import fast
 
 TASKS, SHOTS = 3, 4
@@ -411,24 +412,6 @@ def test_a_later_batch_that_vmap_does_not_take_runs_in_a_loop():
     with pytest.warns(UserWarning, match="one by one, because torch.vmap cannot take"):
         torch.testing.assert_close(maml(few).loss, loop(few).loss)
     torch.testing.assert_close(maml(BATCH).loss, loop(BATCH).loss)
-
-
-class Exponential(torch.autograd.Function):
-    """A Function that saves its output, as in torch's tutorials."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.exp()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True}], ids=str)

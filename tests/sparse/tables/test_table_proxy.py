@@ -9,6 +9,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.sparse.tables.embedding import embedding, embedding_bag
+from tests.functions import Exponential
 from tests.sparse.bags import bags
 
 V, D = 40, 3
@@ -97,24 +98,6 @@ class Uses(nn.Module):
         return self.emb(ids).sum(-1) + self.use(self, self.emb.weight).sum()
 
 
-class Squared(torch.autograd.Function):
-    """A custom Function, which function modes do not see."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return 2 * ctx.saved_tensors[0] * cotangent
-
-
 ONE = torch.tensor([1])
 WHOLE = "uses the table as a whole, by aten"
 REFUSED = {
@@ -122,7 +105,7 @@ REFUSED = {
     "row": (lambda model, w: w[ONE], WHOLE),
     "detached": (lambda model, w: w.detach(), WHOLE),
     "vmap": (lambda model, w: torch.vmap(torch.sum)(w), "uses the table as a whole"),
-    "custom function": (lambda model, w: Squared.apply(w), WHOLE),
+    "custom function": (lambda model, w: Exponential.apply(w), WHOLE),
     "einsum": (lambda model, w: torch.einsum("vd,d->v", w, torch.ones(D)), WHOLE),
     "max_norm": (
         lambda model, w: F.embedding(ONE, w, max_norm=1.0),
