@@ -125,18 +125,11 @@ InstanceNorm = nn.modules.instancenorm._InstanceNorm
 
 # Types
 
+Function: Any = torch.autograd.Function
+"""The base class of Functions, whose static methods may have any signature."""
+
 if TYPE_CHECKING:
     import numpy as np
-
-    class Function(torch.autograd.Function):
-        """A Function whose static methods may have any signature."""
-
-        forward: ClassVar[Callable[..., Any]]
-        setup_context: ClassVar[Callable[..., Any]]
-        backward: ClassVar[Callable[..., Any]]
-        jvp: ClassVar[Callable[..., Any]]
-        vmap: ClassVar[Callable[..., Any]]
-        apply: ClassVar[Callable[..., Any]]
 
     class Module(nn.Module):
         """A module that overrides the methods for moving and loading parameters."""
@@ -156,7 +149,6 @@ if TYPE_CHECKING:
         values: Any
 
 else:
-    Function = torch.autograd.Function
     Module = nn.Module
     TensorSubclass = Tensor
 

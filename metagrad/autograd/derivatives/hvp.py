@@ -144,7 +144,7 @@ def _reverse(
         inputs = [_variable(leaf) for leaf in leaves]
         loss = fn(inputs)
         gradient = grad(loss, inputs, create_graph=True, materialize_grads=True)
-        product = _product(gradient, inputs, weights, create_graph)
+        product = zeros_for_none(graph_vjp(gradient, inputs, weights, create_graph=create_graph), inputs)
     if create_graph:
         return loss, gradient, product
     return loss.detach(), [g.detach() for g in gradient], product
@@ -192,12 +192,6 @@ def _has_gradient(fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor]
 def _variable(leaf: Tensor) -> Tensor:
     """Return a new tensor for a parameter, since the loss may also read the parameter itself as a constant."""
     return leaf.view_as(leaf) if leaf.requires_grad else leaf.detach().requires_grad_()
-
-
-def _product(
-    gradient: Sequence[Tensor], inputs: list[Tensor], weights: list[Tensor], create_graph: bool
-) -> list[Tensor]:
-    return zeros_for_none(graph_vjp(gradient, inputs, weights, create_graph=create_graph), inputs)
 
 
 def _checked(params: Tree, v: Tree) -> tuple[list[Tensor], list[Tensor]]:

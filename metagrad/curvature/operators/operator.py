@@ -346,14 +346,12 @@ class PreconditionedOperator(OperatorWrapper):
 
     def __init__(self, operator: Operator, root: Rows | Tensor | Vectors) -> None:
         super().__init__(operator)
-        self.root: Rows = self._checked(root)
-
-    def _checked(self, root: Rows | Tensor | Vectors) -> Rows:
         call, n = "H.preconditioned(root)", self.space.size
         if callable(root):
             fix = "Take the symmetric root of the inverse, by torch.linalg.eigh for a matrix."
             check_symmetric(call, "root", self, root, fix=fix)
-            return root
+            self.root: Rows = root
+            return
         diagonal = self.space.flatten(root, call=call) if isinstance(root, Mapping) else root
         if not is_a(diagonal, Tensor) or diagonal.shape != (n,) or diagonal.dtype != self.dtype:
             is_tensor = is_a(diagonal, Tensor)
@@ -361,7 +359,7 @@ class PreconditionedOperator(OperatorWrapper):
             raise ValueError(
                 f"{call}: expected a map of rows, or a diagonal [{n}] of {self.dtype}, got {got}."
             )
-        return lambda rows: rows * diagonal
+        self.root = lambda rows: rows * diagonal
 
     def _products(self, vectors: Tensor) -> Tensor:
         return self.root(self.operator.multiply(self.root(vectors)))

@@ -27,7 +27,7 @@ Vectors: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 tensor has one more dimension in front."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Coordinates:
     """The coordinates of one parameter.
 
@@ -49,7 +49,13 @@ class Coordinates:
     def read(self, value: Tensor | SparseTensor, what: str) -> Tensor:
         """Return the coordinates of one vector, or of a stack of them, ``[k, ...]``."""
         if self.pattern is not None:
-            return _values_on(self.pattern, value, what)
+            if isinstance(value, SparseTensor) and value.pattern is self.pattern:
+                return value.values
+            got = "one on another" if isinstance(value, SparseTensor) else type(value).__name__
+            raise TypeError(
+                f"{what} must be a SparseTensor on the pattern of its parameter, got {got}. Make it by "
+                "parameter.with_values(values)."
+            )
         if not isinstance(value, Tensor) or isinstance(value, RowSparse):
             refuse(what, "a dense tensor, as its parameter is", type(value).__name__, TypeError)
         return value
@@ -57,16 +63,6 @@ class Coordinates:
     def wrap(self, values: Tensor) -> Tensor | SparseTensor:
         """Return coordinates, or a stack of them, in the form of the parameter."""
         return values if self.pattern is None else like(SparseTensor, self.pattern, values)
-
-
-def _values_on(pattern: Pattern, value: Tensor | SparseTensor, what: str) -> Tensor:
-    if isinstance(value, SparseTensor) and value.pattern is pattern:
-        return value.values
-    got = "one on another" if isinstance(value, SparseTensor) else type(value).__name__
-    raise TypeError(
-        f"{what} must be a SparseTensor on the pattern of its parameter, got {got}. Make it by "
-        "parameter.with_values(values)."
-    )
 
 
 class ParameterSpace:
@@ -199,11 +195,8 @@ class ParameterSpace:
 
     def is_same(self, other: ParameterSpace) -> bool:
         """Return whether another space has the same parameters in the same order."""
-
-        def key(space: ParameterSpace) -> object:
-            return space.dtype, space.device, [(e.name, e.shape, id(e.pattern)) for e in space.entries]
-
-        return key(self) == key(other)
+        own, others = ((space.dtype, space.device, space.entries) for space in (self, other))
+        return own == others
 
     def __repr__(self) -> str:
         return f"ParameterSpace({self.size} coordinates of {', '.join(self.names)})"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,17 +27,6 @@ from metagrad.curvature.solvers.iteration import (
     multiply,
 )
 from metagrad.curvature.solvers.solution import Result
-
-
-class CGRun(NamedTuple):
-    """The result of conjugate gradients. Every row is a right-hand side."""
-
-    x: Tensor  # iterates, [k, n]
-    r: Tensor  # residuals b - A x, [k, n]
-    steps: Tensor  # int64 [k]
-    status: Tensor  # int64 [k]
-    direction: Tensor  # direction of negative curvature, [k, n]
-    products: int  # products of all rows together
 
 
 @dataclass(frozen=True)
@@ -64,8 +52,14 @@ class ConjugateGradients:
     progress: float | None = None
     follows_negative: bool = False
 
-    def run(self, b: Tensor, x: Tensor, r: Tensor, max_steps: int, is_sound: Tensor) -> CGRun:
-        """Iterate from x with the residual r. Rows in which ``is_sound`` is False are not finite."""
+    def run(
+        self, b: Tensor, x: Tensor, r: Tensor, max_steps: int, is_sound: Tensor
+    ) -> tuple[Run, Tensor, int]:
+        """Iterate from x with the residual r. Rows in which ``is_sound`` is False are not finite.
+
+        Returns:
+            The run, the residuals ``[k, n]``, and the number of products of all rows together.
+        """
         z, rz, status = self._preconditioned(r, begun(r, is_sound, self.tolerance))
         p, p_image = z, r  # the search directions, and their products with M
         scale, steps, count = torch.zeros_like(rz.detach()), torch.zeros_like(status), 0
@@ -98,7 +92,7 @@ class ConjugateGradients:
             p = torch.where(goes_on[:, None], z + beta * p, p)
             p_image = p if self.precondition is None else r + beta * p_image
             rz, steps = torch.where(goes_on, following, rz), steps + (alpha.detach() != 0)
-        return CGRun(x, r, steps, ended(status), direction, count)
+        return Run(x, steps, ended(status), direction), r, count
 
     def _preconditioned(self, r: Tensor, status: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return z = M^-1 r, r^T z, and the status."""
@@ -192,5 +186,4 @@ class CG(Solver):
             precondition,
             self.progress,
         )
-        state = iteration.run(b, x, r, limits.max_steps, is_finite(r))
-        return Run(state.x, state.steps, state.status, state.direction)
+        return iteration.run(b, x, r, limits.max_steps, is_finite(r))[0]

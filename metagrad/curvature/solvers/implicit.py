@@ -185,19 +185,15 @@ def _differentiable(
         return refuse_derivatives(u, sentence, anchor)
 
     def transposed(rows: Tensor) -> Tensor:
-        return _transposed_product(inverse, before, rows)
+        """Multiply rows with the transpose of A at ``before``, on the autograd graph."""
+        if inverse.products is not None:
+            return inverse.products(rows)
+        with torch.enable_grad():
+            y = before if before.requires_grad else before.detach().requires_grad_()
+            (found,) = torch.autograd.grad(inverse.residual(y), y, rows, create_graph=True, allow_unused=True)
+        return torch.zeros_like(rows) if found is None else -found
 
     return _Switch.apply(attach_linear(transposed, turned, g, u, transposed(u), level - 1), anchor)
-
-
-def _transposed_product(inverse: Inverse, y: Tensor, u: Tensor) -> Tensor:
-    """Multiply rows with the transpose of A at a point, on the autograd graph."""
-    if inverse.products is not None:
-        return inverse.products(u)
-    with torch.enable_grad():
-        y = y if y.requires_grad else y.detach().requires_grad_()
-        (found,) = torch.autograd.grad(inverse.residual(y), y, u, create_graph=True, allow_unused=True)
-    return torch.zeros_like(u) if found is None else -found
 
 
 class _Gate(Function):

@@ -152,15 +152,15 @@ def conjugate_gradients(
         residual, spent = b - multiply(x0), 1
         if float(x0.dot(b + residual)) > 0:
             x, r = x0, residual
-    run = ConjugateGradients(
+    run, residual, products = ConjugateGradients(
         lambda rows, active: multiply(rows[0])[None],
         tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * linalg.vector_norm(b).reshape(1),
         progress=progress,
         follows_negative=True,
     ).run(b[None], x[None], r[None], max_steps, torch.tensor([True], device=b.device))
-    x, r = run.x[0], run.r[0]
-    model = -0.5 * float(x.dot(b + r))
-    return Solved(x, model, int(run.steps), RESULTS[int(run.status)], spent + run.products)
+    x = run.x[0]
+    model = -0.5 * float(x.dot(b + residual[0]))
+    return Solved(x, model, int(run.steps), RESULTS[int(run.status)], spent + products)
 
 
 class Problem(NamedTuple):
