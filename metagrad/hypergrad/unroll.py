@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
@@ -75,16 +75,20 @@ class Unroll:
     def estimate(self, problem: Problem) -> Derivative:
         """Take the steps, and differentiate through them."""
         hyper, values = problem.hyper_leaves(), problem.variables()
-        rule = rule_for(self.rule, problem, hyper)
+        call, rule = "hypergradient(..., method)", self.rule
+        made: Any = rule
+        if not (isinstance(rule, type) or hasattr(rule, "update")):
+            made = check_function(call, "rule", rule)(problem.hyper_of(hyper))
+        check_rule(call, made)
 
         def step(state: tuple[Params, Any], t: int, hyper: list[Tensor], rule: Rule) -> tuple[Any, None]:
             values, of_rule = state
             return moved_by(lambda v: problem.inner(v, hyper), values, rule, of_rule, create_graph=True), None
 
         with torch.enable_grad():
-            start = values, rule.init(values)
+            start = values, made.init(values)
             (values, _), _ = unroll(
-                step, start, list(hyper), rule, steps=self.steps, memory=self.memory, truncate=self.truncate
+                step, start, list(hyper), made, steps=self.steps, memory=self.memory, truncate=self.truncate
             )
             loss = problem.outer(values, hyper)
         return Derivative(gradients(loss, hyper, create_graph=problem.create_graph))
@@ -99,13 +103,3 @@ def moved_by(
     slopes = grad(value, values, create_graph=create_graph, materialize_grads=True)
     refuse_sparse(slopes)
     return rule.update(slopes, state, values)
-
-
-def rule_for(rule: RuleOf, problem: Problem, hyper: Sequence[Tensor]) -> Rule:
-    """Return the rule, made from ``hyper`` if it is a function."""
-    call = "hypergradient(..., method)"
-    made: Any = rule
-    if not (isinstance(rule, type) or hasattr(rule, "update")):
-        made = check_function(call, "rule", rule)(problem.hyper_of(hyper))
-    check_rule(call, made)
-    return made

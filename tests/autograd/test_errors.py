@@ -74,7 +74,7 @@ VALUE_ERRORS = {
     "order.*1 or more, got 0": lambda: mg.gradcheck(torch.sin, [WIDE], order=0),
     "directions.*got 0": lambda: mg.gradcheck(torch.sin, [WIDE], directions=0),
     "returns no floating point tensor": lambda: mg.gradcheck(lambda x: (x > 0).sum(), [WIDE]),
-    "expected 0 or more, got -1": lambda: unrolled(steps=-1),
+    "expected an int of 0 or more, got -1": lambda: unrolled(steps=-1),
     "\"512MiB\", got 'none'": lambda: unrolled(memory="none"),
     '"512MiB", got True': lambda: unrolled(memory=True),
     "from 1 to steps=3.*got 0": lambda: unrolled(truncate=0),
@@ -97,7 +97,7 @@ TYPE_ERRORS = {
     r"v\['bias'\] must be a floating point tensor, got float": lambda: product(bias=0.0),
     "must return": lambda: product(lambda *args: (squares(*args).mean(),)),
     r"lint\(loss\): loss must be a tensor, got float": lambda: lint(1.0),
-    "expected an int, got float": lambda: unrolled(steps=1.5),
+    "expected int, got float": lambda: unrolled(steps=1.5),
     "aux must hold tensors or None, got float": lambda: unrolled(lambda x, t: (x, 1.0)),
     "labels must be classes as integers": lambda: linear_cross_entropy(ones(2, 3), X, ones(2)),
 }

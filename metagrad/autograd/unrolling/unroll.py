@@ -16,7 +16,7 @@ from metagrad.autograd.unrolling.schedule import Loop, Step, few_states, in_turn
 from metagrad.autograd.unrolling.statistics import StatisticsGuard, checked_statistics
 from metagrad.autograd.unrolling.steps import Arguments, Pair, checked_pair, rows_of
 from metagrad.core.budget import Memory, MemoryMode, checked_memory
-from metagrad.core.checks import check_count, check_function, is_integer, warn
+from metagrad.core.checks import check_count, check_function, check_type, is_integer, warn
 from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns
 from metagrad.core.tree import Tree, constants, detached, dissect, tree_map
@@ -117,7 +117,8 @@ def unroll(
         back-propagation for bilevel optimization", AISTATS 2019 (``truncate``).
     """
     check_function("unroll(step, ...)", "step", step)
-    _check_steps(steps)
+    check_type("unroll(..., steps)", steps, int)
+    check_count("unroll(..., steps)", steps, 0)
     _check_truncate(truncate, steps)
     mode = checked_memory("unroll(...)", memory)
     options = checked_compile("unroll(...)", compile)
@@ -239,13 +240,6 @@ def _check_truncate(truncate: int | None, steps: int) -> None:
             f"unroll(..., truncate): expected None or an int from 1 to steps={steps}, the number of last steps to "
             f"differentiate through, got {truncate!r}."
         )
-
-
-def _check_steps(steps: int) -> None:
-    if not is_integer(steps):
-        raise TypeError(f"unroll(..., steps): expected an int, got {type(steps).__name__}.")
-    if steps < 0:
-        raise ValueError(f"unroll(..., steps): expected 0 or more, got {steps}.")
 
 
 def _without_graphs(step: Step, state: Tree, args: Arguments, times: range) -> Pair:

@@ -74,7 +74,7 @@ class XTrace(Estimator):
             scales = (probing.n - len(basis) + 1, squares)
         samples = _scaled(one.rest(), scales) - (lost @ on_basis * lost).sum(1)
         with torch.no_grad():
-            inflated = inflation(samples, covariance_of(one.changes(scales)), self.most)
+            inflated = inflation(samples, one.changes(scales), self.most)
         return from_samples(
             samples,
             probing.rounding(linalg.matrix_norm(lower) / len(lower) ** 0.5),
@@ -142,7 +142,7 @@ LEAST = 0.25  # lower bound for the estimate of k Cov / s^2, because few pairs m
 MARGIN = 1.3  # factor on the covariance, whose unbiased estimate is usually too low
 
 
-def inflation(samples: Tensor, covariance: Tensor, most: float) -> Tensor:
+def inflation(samples: Tensor, changes: Tensor, most: float) -> Tensor:
     r"""Return the variance of the mean relative to the mean of uncorrelated estimates.
 
     The estimates :math:`e_i` are unbiased: the i-th probe is tested and all others are fitted. The estimate
@@ -160,22 +160,13 @@ def inflation(samples: Tensor, covariance: Tensor, most: float) -> Tensor:
 
     Args:
         samples: The estimates, [k].
-        covariance: Covariance of two estimates, see :func:`covariance_of`.
+        changes: Change of the i-th estimate if the j-th probe is also left out, [k, k]. The diagonal is not read.
         most: Upper bound for :math:`k \, \mathrm{Cov} / s^2`.
     """
     k = samples.shape[0]
     if k < 2:
-        return torch.ones_like(covariance)
+        return samples.new_ones(())
+    covariance = (changes * changes.t()).fill_diagonal_(0).sum() / (k * (k - 1))
     variance = samples.detach().var()
     ratio = torch.where(variance > 0, MARGIN * k * covariance / variance, 0.0)
     return 1 + ratio.clamp(LEAST, most)
-
-
-def covariance_of(changes: Tensor) -> Tensor:
-    """Estimate the covariance of leave-one-out estimates.
-
-    Args:
-        changes: Change of the i-th estimate if the j-th probe is also left out, [k, k]. The diagonal is not read.
-    """
-    k = len(changes)
-    return (changes * changes.t()).fill_diagonal_(0).sum() / max(1, k * (k - 1))

@@ -170,13 +170,11 @@ def spectral_density(
         weights += [_padded(rule.weights, state.basis.shape[1], 0.0) for rule in rules]
         matvecs += state.matvecs
     found = torch.stack(nodes)
-    return Density(found, torch.stack(weights), sigma or _default_sigma(found), operator.shape[0], matvecs)
+    if sigma is None:
+        spread = float(found.max() - found.min())
+        sigma = (spread or float(found.abs().max()) or 1.0) / 200
+    return Density(found, torch.stack(weights), sigma, operator.shape[0], matvecs)
 
 
 def _padded(row: Tensor, length: int, value: float) -> Tensor:
     return torch.nn.functional.pad(row, (0, length - len(row)), value=value)
-
-
-def _default_sigma(nodes: Tensor) -> float:
-    spread = float(nodes.max() - nodes.min())
-    return (spread or float(nodes.abs().max()) or 1.0) / 200

@@ -13,6 +13,7 @@ from metagrad.optim.arithmetic import root
 from metagrad.optim.hyperparameters import at_step, check_hyperparameter
 from metagrad.optim.per_parameter import checked_gradients
 from metagrad.optim.rule import Hyperparameter, RuleNode
+from metagrad.sparse.tables.embedding import over
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -55,7 +56,7 @@ class ClipByNorm(RuleNode):
             norm = self._norm(grads)
             is_long = norm > limit
             factor = torch.where(is_long, limit / torch.where(is_long, norm, 1), 1)
-            grads = {key: g * _like(factor, g).to(g.dtype) for key, g in grads.items()}
+            grads = {key: g * over(factor, g).to(g.dtype) for key, g in grads.items()}
         return grads, ClipState(state.step + 1)
 
     def _norm(self, grads: Params) -> Tensor:
@@ -95,8 +96,3 @@ def clip_by_norm(max_norm: Hyperparameter) -> ClipByNorm:
         Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, algorithm 1.
     """
     return ClipByNorm(max_norm)
-
-
-def _like(factor: Tensor, gradient: Tensor) -> Tensor:
-    """Reshape a factor for each task to broadcast over a gradient."""
-    return factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))

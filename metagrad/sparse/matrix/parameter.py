@@ -105,7 +105,9 @@ class Parameter(Operators, Module):
         error_msgs: list[str],
     ) -> None:
         pattern = state_dict.get(prefix + _PATTERN_KEY)
-        if pattern is not None and not _same(pattern, self.get_extra_state()):
+        own = self.get_extra_state()
+        is_same = isinstance(pattern, Tensor) and torch.equal(pattern.to(own.device), own)
+        if pattern is not None and not is_same:
             error_msgs.append(
                 f"Parameter.load_state_dict(state_dict): {prefix}{_PATTERN_KEY} is another pattern than this "
                 f"parameter's, {self.pattern}: values would be put into the wrong cells. Make the parameter on the "
@@ -121,7 +123,3 @@ class Parameter(Operators, Module):
         super()._apply(fn, recurse)
         self.pattern = self.pattern.to(self.values.device)
         return self
-
-
-def _same(loaded: object, own: Tensor) -> bool:
-    return isinstance(loaded, Tensor) and torch.equal(loaded.to(own.device), own)
