@@ -95,7 +95,6 @@ def test_compiled_is_eager(regression, name):
         assert_same(compiled, eager, regression)
     if name in ("one function", "steps", "step", "sqrt"):
         assert_same(compiled, eager, regression, weighted)
-    if name in ("steps", "step", "sqrt"):
         assert_same(compiled, eager, regression)
     if name in ("one function", "steps", "step"):
         assert_same(compiled, eager, regression, second=True)
