@@ -66,8 +66,8 @@ MISTAKES = {
     r"Reptile\(model, loss_fn, \.\.\.\): loss_fn must be a function.*got str": lambda: mg.Reptile(
         MODEL, "mse", inner=SGD, steps=1
     ),
-    r"MAML.*: inner: expected a rule, such as .*sgd\(lr=0\.1\), got <class .*SGDRule": lambda: maml(
-        rules.sgd
+    r"MAML.*: inner: expected a functional optimizer, such as .*sgd\(lr=0\.1\), got <class .*SGDRule": lambda: (
+        maml(rules.sgd)
     ),
     r"MAML.*: inner.update must take \(grads, state, params\), but Short.update takes \(grads, state\)": lambda: (
         maml(Short())
@@ -77,10 +77,10 @@ MISTAKES = {
     r"hypergradient\(.*\): all parameters must have one dtype, .*Bring them to one": lambda: hypergradient(
         params={"w": W, "v": W.double()}
     ),
-    r"hypergradient\(\.\.\., method\): rule: expected a rule, .*got <class": lambda: hypergradient(
-        method=mg.hypergrad.Unroll(rules.sgd, steps=2)
+    r"hypergradient\(\.\.\., method\): rule: expected a functional optimizer, .*got <class": lambda: (
+        hypergradient(method=mg.hypergrad.Unroll(rules.sgd, steps=2))
     ),
-    r"bilevel\(.*\): inner: expected a rule, .*got <class": lambda: mg.bilevel(
+    r"bilevel\(.*\): inner: expected a functional optimizer, .*got <class": lambda: mg.bilevel(
         squares, inner, {"w": W}, {"l": W}, inner=rules.sgd, outer=SGD, steps=1, inner_steps=1
     ),
     r"adam\(\.\.\.\): betas must be as many as in .* got 0\.9": lambda: rules.adam(lr=0.1, betas=0.9),  # type: ignore[arg-type]

@@ -204,9 +204,9 @@ class _Level:
             self.optimizer = make(list(self.values.values()))
         if self.rule is None and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"{CALL}: {which} must be a rule such as mg.optim.rules.adam(lr=0.01), or a function of a list of "
-                "tensors that returns a torch.optim optimizer, such as functools.partial(torch.optim.Adam, lr=0.01), "
-                f"got {type(optimizer).__name__}."
+                f"{CALL}: {which} must be a functional optimizer, such as mg.optim.rules.adam(), or a function of a "
+                "list of tensors that returns a torch.optim optimizer, such as functools.partial(torch.optim.Adam, "
+                f"lr=0.01), got {type(optimizer).__name__}."
             )
 
     def descend(self, problem: Problem) -> None:

@@ -27,6 +27,7 @@ from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.reach import Place, ReachableObjects
 from metagrad.core.tree import LossFn, Params, Tree, dissect, is_differentiable
 from metagrad.optim.rule import Rule
+from metagrad.optim.transforms.chain import check_rule
 from metagrad.training.reverse import Cotangents, Leaves, StateCotangents, leaves_of, vjp
 from metagrad.training.step import Inputs, Model, Step, variable
 from metagrad.training.stream import Examples, Stream
@@ -126,7 +127,8 @@ class Training:
         if not self.model.params():
             refuse("Training(model)", "a parameter that requires grad", None)
         self.examples = Examples(data)
-        self.optimizer = _checked_rule("Training(optimizer)", optimizer)
+        check_rule("Training(...)", optimizer, "optimizer")
+        self.optimizer = optimizer
         size = min(check_count("Training(batch_size)", batch_size), self.examples.size)
         order = _checked_order(order, self.examples.size)
         self.steps = _number_of_steps(epochs, steps, -(-self.examples.size // size), order)
@@ -202,7 +204,8 @@ class Training:
         examples = self.examples if data is None else self._checked_data(data)
         own = self.model.params() if params is None else self._checked_params(params)
         weights = self._checked_weights(weights, next(iter(own.values())))
-        rule = self.optimizer if optimizer is None else _checked_rule("Training(...)(optimizer)", optimizer)
+        rule = self.optimizer if optimizer is None else optimizer
+        check_rule("Training(...)()", rule, "optimizer")
         inputs = Inputs(weights, examples, rule, self._places(own))
         leaves = leaves_of(own, inputs)
         wanted = leaves.filled([t.requires_grad and torch.is_grad_enabled() for t in leaves.flat()])
@@ -422,15 +425,6 @@ def _differentiable(
     own = [view for view, is_wanted in zip(views.flat(), wanted.flat(), strict=True) if is_wanted]
     found = iter(graph_vjp(outputs, own, cotangents, create_graph=True))
     return [next(found) if is_wanted else None for is_wanted in wanted.flat()]
-
-
-def _checked_rule(call: str, rule: Any) -> Rule:
-    if not (hasattr(rule, "init") and hasattr(rule, "update")) or isinstance(rule, type):
-        raise TypeError(
-            f"{call}: expected a functional optimizer such as metagrad.optim.rules.sgd(lr=0.1), got "
-            f"{type(rule).__name__}."
-        )
-    return rule
 
 
 def _checked_order(order: Tensor | None, size: int) -> Tensor | None:

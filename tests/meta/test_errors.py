@@ -99,7 +99,9 @@ def test_arguments_of_maml():
             r"MAML.* must be .* got the class MSELoss\. Make one of it: MSELoss\(\)": maml(None, nn.MSELoss),
             "loss_fn must be a function, not what it returns, got Tensor": maml(None, torch.ones(())),
             r"steps\): expected an int of 0 or more, got -1": maml(steps=-1),
-            "inner: expected a rule, such as .*, got SGD": maml(inner=torch.optim.SGD([torch.ones(1)])),
+            "inner: expected a functional optimizer, such as .*, got 'SGD'": maml(
+                inner=torch.optim.SGD([torch.ones(1)])
+            ),
             r"order\): expected one of 1, 2, got 3": maml(order=3),
             "memory must be .*\"step\".*got 'half'": maml(memory="half"),
             "task_chunk.*got 0": maml(task_chunk=0),

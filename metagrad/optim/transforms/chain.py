@@ -83,7 +83,10 @@ def chain(*links: Transform | Rule) -> Chain:
 def check_rule(call: str, rule: object, name: str = "rule") -> None:
     """Raise ``TypeError`` unless an object has ``init`` and an ``update`` of three arguments."""
     if isinstance(rule, type) or not hasattr(rule, "init") or not hasattr(rule, "update"):
-        refuse(f"{call}: {name}", "a rule, such as mg.optim.rules.sgd(lr=0.1)", rule, TypeError)
+        got = rule if isinstance(rule, type) else type(rule).__name__
+        refuse(
+            f"{call}: {name}", "a functional optimizer, such as mg.optim.rules.sgd(lr=0.1)", got, TypeError
+        )
     signature = inspect.signature(rule.update)  # type: ignore[reportAttributeAccessIssue]
     try:
         signature.bind("grads", "state", "params")

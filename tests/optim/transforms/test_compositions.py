@@ -82,8 +82,8 @@ def test_clip_by_norm_of_stacked_rows_is_refused():
 @pytest.mark.parametrize(
     ("links", "message"),
     [
-        ((), "rule: expected a rule, such as .*got None"),
-        ((clip_by_norm(1.0),), "rule: expected a rule, such as .*got ClipByNorm"),
+        ((), "rule: expected a functional optimizer, such as .*got 'None"),
+        ((clip_by_norm(1.0),), "rule: expected a functional optimizer, such as .*got 'ClipByNorm"),
         ((sgd(0.1), sgd(0.1)), r"link 0 must be a transform, such as clip_by_norm\(1.0\), got SGD"),
     ],
 )
@@ -114,7 +114,7 @@ def test_names_that_mean_nothing_are_refused():
     with pytest.raises(TypeError, match="expected parameter names, or a function of a name, got "):
         mask(sgd(0.1), [1])  # type: ignore[list-item]
     for bad in (lambda: mask(0.1, "w"), lambda: mask(sgd(0.1), "w", other=0.1)):
-        with pytest.raises(TypeError, match=r"rule: expected a rule.*got "):
+        with pytest.raises(TypeError, match=r"rule: expected a functional optimizer.*got "):
             bad()
 
 
@@ -144,7 +144,9 @@ def test_schedules_that_mean_nothing_are_refused():
         schedule(sgd(0.1), beta=lambda t: t)
     with pytest.raises(ValueError, match=r"Chain has no hyperparameter of that name.*schedule the rule"):
         schedule(chain(sgd(0.1)), lr=lambda t: t)
-    with pytest.raises(TypeError, match=r"schedule\(rule, ...\): rule: expected a rule.*got "):
+    with pytest.raises(
+        TypeError, match=r"schedule\(rule, ...\): rule: expected a functional optimizer.*got "
+    ):
         schedule(0.1, lr=lambda t: t)
     rule = schedule(sgd(0.1), lr=lambda t: 0.1 - t)
     with pytest.raises(ValueError, match=r"sgd\(...\): lr must be at least 0, got -0.9"):
