@@ -8,15 +8,16 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metagrad.autograd.derivatives.recorded import split_rows
+from metagrad.core._torch import named_modules
 from metagrad.core.checks import check_count, refuse
 from metagrad.core.tree import LossFn, Params, tensors_in, tree_map
 from metagrad.curvature.kronecker.groups import refuse_batch_norms
 from metagrad.curvature.kronecker.operator import Kronecker
 from metagrad.curvature.likelihoods.recognition import evaluate
-from metagrad.curvature.operators.batches import Batch, Reduction, count_of, each_batch, num_data
+from metagrad.curvature.operators.batches import Batch, Reduction, count_of, each_batch, num_data, varies
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.problem import Model, ModelEvaluation, ModelProblem
@@ -85,7 +86,7 @@ def influence(
     =========== =======================================================================================
 
     Args:
-        model: As for :func:`ggn`. No batch norm may be in training mode.
+        model: As for :func:`ggn`. No batch norm and no dropout may be in training mode.
         loss_fn: As for :func:`ggn`.
         params: The parameters, as for :func:`ggn`.
         train: The training examples, one batch ``(x, y)`` or batches. The first dimension counts examples.
@@ -99,8 +100,8 @@ def influence(
         reduction: As for :func:`ggn`.
 
     Raises:
-        ValueError: As for :func:`ggn`. It is also raised if a batch norm is in training mode, the queries do not
-            depend on the parameters, or the preconditioner has other parameters.
+        ValueError: As for :func:`ggn`. It is also raised if a batch norm or dropout is in training mode, the queries
+            do not depend on the parameters, or the preconditioner has other parameters.
         SolveError: The matrix is singular or indefinite.
 
     Example:
@@ -123,6 +124,9 @@ def influence(
     call = "influence(model, loss_fn, params, train, queries)"
     problem = ModelProblem(call, model, loss_fn, params)
     refuse_batch_norms(call, model)
+    for path, module in named_modules(model) if isinstance(model, nn.Module) else ():
+        if module.training and varies(module):
+            refuse(f"{call}: {path!r} draws random numbers", "model.eval()", module)
     if isinstance(preconditioner, Kronecker) and not preconditioner.space.is_same(problem.space):
         refuse(f"{call}: preconditioner", f"an operator on {problem.space}", preconditioner.space)
     with ggn(model, loss_fn, params, train, reduction=reduction) as G:

@@ -167,3 +167,13 @@ def test_what_cannot_be_answered_is_an_error():
     normed = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
     with pytest.raises(ValueError, match="normalizes by the batch"):
         mg.influence(normed, F.cross_entropy, dict(normed.named_parameters()), data, queries, damping=0.1)
+    random = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).double()
+    with pytest.raises(ValueError, match=r"'1' draws random numbers: expected model.eval\(\)"):
+        mg.influence(random, F.cross_entropy, dict(random.named_parameters()), data, queries, damping=0.1)
+    assert (
+        mg.influence(
+            random.eval(), F.cross_entropy, dict(random.named_parameters()), data, queries, damping=0.1
+        )
+        .scores.isfinite()
+        .all()
+    )

@@ -106,10 +106,11 @@ def products(group):
 
 
 def factors(group):
-    """Unequal shares, means and sums, and EK-FAC, with a table, linear layers and a norm."""
+    """Unequal shares, of which one may have no label, means and sums, and EK-FAC, with all kinds of layers."""
     tokens, linear = nn.Sequential(nn.Embedding(6, 4), nn.Flatten()), nn.Linear(8, 5)
     model = nn.Sequential(tokens, linear, nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 3))
     x, y, own = torch.randint(0, 6, (11, 2)), torch.randint(0, 3, (11,)), share_of(group, 11)
+    late = y.where(torch.arange(11) >= 6, -100)
 
     def total(output, target):
         return F.cross_entropy(output, target, reduction="sum")
@@ -119,12 +120,12 @@ def factors(group):
             model,
             loss_fn,
             dict(model.named_parameters()),
-            (x[own], y[own]),
+            (x[own], labels[own]),
             correct=correct,
             fisher="exact",
             group=group,
         ).to_dense()
-        for loss_fn in (F.cross_entropy, total)
+        for loss_fn, labels in ((F.cross_entropy, y), (total, y), (F.cross_entropy, late))
         for correct in (False, True)
     ]
 

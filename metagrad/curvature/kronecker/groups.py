@@ -50,6 +50,18 @@ class LayerGroup:
             self.calls.append((layer, inputs.detach(), inputs._version, get_gradient_edge(output)))
         return output
 
+    def like(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor like the sums ``name``, which a rank without data that count does not have."""
+        weight = self.layers[0].weight
+        rows, columns = len(weight), weight[0].numel() + len(self.names) - 1
+        shapes: dict[str, list[int]] = {"rows": [], "squares": [rows, columns]}
+        if self._table_size:
+            shapes |= {"inputs": [rows], "outputs": [columns, columns]}
+        else:
+            shapes |= {"inputs": [columns, columns], "outputs": [rows, rows]}
+        exact = torch.float64 if len(shapes[name]) < 2 else dtype  # counts
+        return torch.empty(shapes[name], dtype=exact, device=weight.device)
+
     def input_parts(self) -> list[Tensor]:
         """Return the inputs of each call as rows or indices, ``[examples, positions, size]``."""
         return [input_rows(layer, value, has_bias=len(self.names) > 1) for layer, value, *_ in self.calls]
@@ -262,11 +274,17 @@ class Groups:
     def over_ranks(self, total: float | Tensor, group: dist.ProcessGroup) -> Tensor:
         """Add the sums of all ranks after a pass, and return the sum of their totals."""
         names = ("rows", "inputs", "outputs") if self._is_first else ("squares",)
+        wide, device = torch.promote_types(self.problem.space.dtype, torch.float32), self.problem.space.device
         places: list[tuple[Any, Any]] = [(layer.sums, name) for layer in self.layers for name in names]
-        places += [(self._sums, key) for key in self.rows] if self._is_first else []
-        sums = [torch.tensor(float(total), dtype=torch.float64), *(own[key] for own, key in places)]
-        given = [torch.as_tensor(value, device=self.problem.space.device) for value in sums]
-        whole, *found = sums_over(group, given, given)
+        like = [layer.like(name, wide) for layer in self.layers for name in names]
+        for key, is_full in self.rows.items() if self._is_first else ():
+            places.append((self._sums, key))
+            like.append(torch.empty([self._size(key)] * (1 + is_full), dtype=wide, device=device))
+        whole = torch.tensor(float(total), dtype=torch.float64, device=device)
+        given = [
+            torch.as_tensor(o[k]).to(x) if k in o else None for (o, k), x in zip(places, like, strict=True)
+        ]
+        whole, *found = sums_over(group, [whole, *given], [whole, *like])
         for (own, key), value in zip(places, found, strict=True):
             own[key] = value
         return whole

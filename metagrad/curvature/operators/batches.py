@@ -215,7 +215,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:
     """Return a sentence on what may have made two passes differ."""
     training = [(name or "the model", m) for name, m in (named_modules(model) if model else ()) if m.training]
-    found = [f"{name} ({type(m).__name__}) in training mode" for name, m in training if _varies(m)]
+    found = [f"{name} ({type(m).__name__}) in training mode" for name, m in training if varies(m)]
     if isinstance(getattr(batches, "sampler", None), torch.utils.data.RandomSampler):
         found.append("a DataLoader that shuffles")
     likely = ", ".join(found) or "dropout or BatchNorm in training mode, or a loader that shuffles"
@@ -225,6 +225,7 @@ def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def _varies(module: nn.Module) -> bool:
+def varies(module: nn.Module) -> bool:
+    """Return whether a module in training mode drops activations, or normalizes by its batch."""
     rate = getattr(module, "dropout", None)  # of attention and recurrent layers
     return isinstance(module, (*_DROPOUT, _torch.BatchNorm)) or (isinstance(rate, float) and rate > 0)
