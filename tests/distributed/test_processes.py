@@ -106,7 +106,7 @@ def products(group):
 
 
 def factors(group):
-    """Unequal shares, of which one may have no label, means and sums, and EK-FAC, with all kinds of layers."""
+    """Unequal shares, means and sums, and EK-FAC, with all kinds of layers. A rank may have no label."""
     tokens, linear = nn.Sequential(nn.Embedding(6, 4), nn.Flatten()), nn.Linear(8, 5)
     model = nn.Sequential(tokens, linear, nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 3))
     x, y, own = torch.randint(0, 6, (11, 2)), torch.randint(0, 3, (11,)), share_of(group, 11)
