@@ -98,6 +98,7 @@ class HeadAlgorithm(nn.Module):
             batch: A batch in any form that :class:`metagrad.MAML` accepts. The targets of support examples are
                 classes from 0 on, ``[tasks, shots]``. Classes may differ in their number of shots. The label -100
                 marks padding. The logits of classes that a task does not have are minus infinity.
+                A learned temperature in the loss would have no derivative there. Use ``ProtoNet(scale=)`` or R2D2.
             steps: None, since there are no inner steps.
 
         Raises:

@@ -239,5 +239,6 @@ def _message(name: str, numbers: list[int], num_tasks: int) -> str:
         )
     return (
         f"{name}: the meta-gradient of task {numbers[0]} is not finite (tasks count from 0; {len(numbers)} of "
-        f"{num_tasks} tasks are affected). Look for a root, a norm or a division at zero; {_SKIP}, where one is left."
+        f"{num_tasks} tasks are affected). Look for a root, a norm or a division at zero, or a learned number that "
+        f"multiplies the -inf of a class that a task lacks; {_SKIP}, where one is left."
     )

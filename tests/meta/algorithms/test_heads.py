@@ -225,6 +225,17 @@ def test_a_gradient_that_is_not_finite_is_told(batch):
     with pytest.raises(FloatingPointError, match=r"^ProtoNet: the meta-gradient of task 2 is not finite"):
         algorithm(batch).loss.backward()
 
+    class Tempered(nn.Linear):
+        def forward(self, logits, y):
+            return F.cross_entropy(logits / self.bias.exp(), y)
+
+    tempered = mg.ProtoNet(nn.Linear(2, 2), Tempered(1, 1))
+    half = torch.randn(2, 3, 2), torch.tensor([[0, 1, 2], [0, 1, 0]])
+    with pytest.raises(
+        FloatingPointError, match=r"task 1 .* multiplies the -inf of a class that a task lacks"
+    ):
+        tempered((half, half)).loss.backward()
+
 
 @every
 def test_single_precision_and_half(case, batch):
