@@ -62,6 +62,13 @@ def test_programs_of_documents_run(path, capsys):
         assert "inner steps:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_first_program_of_the_readme_prints_what_the_page_says(capsys):
+    path = ROOT / "README.md"
+    exec(compile(programs(path)[0], name(path), "exec"), {})
+    assert f"`{capsys.readouterr().out.strip()}`" in path.read_text()
+
+
 MIGRATING = (ROOT / "docs/migrating.md").read_text()
 SIDES = re.findall(r"```python title=\"([\w.]+)\"\n(.*?)```\n\n```python\n(.*?)```", MIGRATING, re.DOTALL)
 
