@@ -166,11 +166,11 @@ def recorded_gradient(call: str, loss: Tensor, params: Tree, *, create_graph: bo
     try:
         parts = torch.autograd.grad(loss, leaves, torch.ones_like(loss), create_graph=True, allow_unused=True)
     except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
+        if type(error) is not RuntimeError:
             raise
         raise RuntimeError(
-            f"{call}: backward() or grad() freed the graph of the loss. Compute the loss again, or call "
-            "loss.backward(retain_graph=True) before."
+            f"{call}: torch cannot differentiate the loss: {error} If backward() or grad() has freed the graph of "
+            "the loss, compute the loss again, or call loss.backward(retain_graph=True) before."
         ) from error
     refuse_freed(call, named)
     refuse_unused(call, {name: part is not None for name, part in zip(named, parts, strict=True)})

@@ -131,9 +131,12 @@ class Examples:
                 try:
                     found = mapped(params, *self.data)
                 except RuntimeError as error:
-                    if "random operation" not in str(error):
+                    if type(error) is not RuntimeError:
                         raise
-                    raise ValueError(f"{self.call}: fn draws random numbers. Call model.eval().") from error
+                    raise RuntimeError(
+                        f"{self.call}: torch.vmap over the examples raises: {error} If fn draws random numbers, as "
+                        "dropout does, call model.eval()."
+                    ) from error
         self._may_have_norms = norms.has_handled
         return found
 

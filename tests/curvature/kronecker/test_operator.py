@@ -384,7 +384,7 @@ def test_data_that_have_no_matrix_are_an_error_with_the_reason():
     )
     torch.testing.assert_close(whole, parts)
     random, own = made(lambda: nn.Linear(3, 3), lambda: nn.Dropout(0.5), lambda: nn.LayerNorm(3))
-    with pytest.raises(ValueError, match=r"draws random numbers. Call model.eval\(\)"):
+    with pytest.raises(RuntimeError, match=r"draws random numbers, as dropout does, call model.eval\(\)"):
         kfac(random.train(), F.cross_entropy, own, (x, y))
 
 
