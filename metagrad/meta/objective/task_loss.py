@@ -138,7 +138,8 @@ class TaskLoss:
         """Raise if labels or targets do not fit the predictions."""
         function = _function_of(self.loss_fn)
         if not isinstance(prediction, Tensor):
-            if getattr(function, "__module__", "").startswith("torch.nn."):
+            kind, name = type(function), getattr(function, "__name__", "")
+            if getattr(nn, kind.__name__, None) is kind or getattr(F, name, None) is function:
                 found: Any = prediction
                 raise TypeError(
                     f"{self.name}(model, loss_fn): the model returns a {type(restored(found)).__name__}, and the "
