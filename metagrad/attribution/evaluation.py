@@ -59,11 +59,7 @@ def subsets(size: int, drop: float, count: int, seed: int = 0) -> Tensor:
     """
     check_count("subsets(size)", size)
     if not 0 < drop < 1 or not 0 < round(drop * size) < size:
-        refuse(
-            "subsets(drop)",
-            f"a share above 0 and below 1 that drops some but not all of {size} examples",
-            drop,
-        )
+        refuse("subsets(drop)", f"a share that drops some but not all of {size} examples", drop)
     generator = torch.Generator().manual_seed(seed)
     masks = torch.ones(check_count("subsets(count)", count), size)
     for mask in masks:
@@ -199,12 +195,8 @@ def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
     check_type("auc(scores)", scores, Tensor)
     num_wrong = int(check_type("auc(wrong)", wrong, Tensor).sum())
     num_right = len(wrong) - num_wrong
-    if (
-        scores.shape != wrong.shape
-        or scores.ndim != 1
-        or wrong.dtype != torch.bool
-        or not num_wrong * num_right
-    ):
+    are_vectors = scores.ndim == 1 and scores.shape == wrong.shape
+    if not are_vectors or wrong.dtype != torch.bool or not num_wrong * num_right:
         refuse("auc(scores, wrong)", "[n] and bool [n], with wrong and correct examples", wrong)
     ranks = _ranks(scores.double().unsqueeze(1))[:, 0]
     value = (float(ranks[wrong].sum()) - num_wrong * (num_wrong - 1) / 2) / (num_wrong * num_right)
@@ -295,9 +287,7 @@ def _check_weights(call: str, scores: Scores) -> None:
 def _ranks(values: Tensor) -> Tensor:
     """Return the ranks of ``[..., m, k]`` along m, from 0. Ties get their mean rank."""
     if bool(values.isnan().any()):
-        raise ValueError(
-            "lds, loo or auc: a score or the metric of a retrained model is NaN, which has no rank."
-        )
+        refuse("lds, loo or auc", "scores and metrics that are numbers. NaN has no rank", math.nan)
     columns = values.transpose(-1, -2).contiguous()
     ordered = columns.sort(-1).values
     left = torch.searchsorted(ordered, columns)

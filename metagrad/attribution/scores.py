@@ -58,9 +58,7 @@ class Scores:
         """
         size = self.at.ndim
         if weights.shape[-size:] != self.at.shape:
-            refuse(
-                "Scores.predict(weights)", f"[{', '.join(map(str, self.at.shape))}] or rows of it", weights
-            )
+            refuse("Scores.predict(weights)", f"{list(self.at.shape)} or rows of it", list(weights.shape))
         change = (weights.to(self.values) - self.at).flatten(weights.ndim - size)
         return self.metrics + change @ self.values.flatten(1).T
 
@@ -144,9 +142,8 @@ def attribute(trained: Trained, metrics: Metrics, method: AttributionMethod | No
     if values.ndim != 1 or not len(values):
         refuse("attribute(metrics)", "a 1-d tensor with one number for each metric", tuple(values.shape))
     scores = method.scores(trained, metrics)
-    if scores.shape[1:] != trained.weights.shape:
-        refuse(
-            f"attribute(trained, {method})", f"weights {list(scores.shape[1:])}", list(trained.weights.shape)
-        )
+    own, given = list(scores.shape[1:]), list(trained.weights.shape)
+    if own != given:
+        refuse(f"attribute(trained, {method})", f"weights {own}", given)
     growth = trained.report.growth if isinstance(method, Replay) else None
     return Scores(scores, trained.weights.detach(), values.detach(), method, growth, trained.report.is_half)

@@ -127,9 +127,8 @@ class Examples:
             return structure.fill([values.index_select(0, rows.to(values.device)) for values in tensors])
         items = [self.dataset[i] for i in rows.tolist()]
         if not isinstance(items[0], (tuple, list)) or len(items[0]) != 2:
-            refuse(
-                "Training(data)", "a dataset of pairs (x, y)", f"{type(items[0]).__name__} items", TypeError
-            )
+            kind = type(items[0]).__name__
+            refuse("Training(data)", "a dataset of pairs (x, y)", f"{kind} items", TypeError)
         x, y = default_collate(items)
         return x, y
 

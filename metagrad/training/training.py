@@ -369,9 +369,7 @@ class Trained:
             values = metrics(self.training.model.bound(params, buffers))
         check_type("trained.jacobian(metrics): the returned value", values, Tensor)
         if values.ndim != 1 or not len(values) or not values.requires_grad:
-            refuse(
-                "trained.jacobian(metrics)", "[k] numbers that depend on the model, k of 1 or more", values
-            )
+            refuse("trained.jacobian(metrics)", "[k] numbers that depend on the model, k > 0", values)
         inputs = [*params.values(), *buffers.values()]
         rows: Cotangents = vjp([values], inputs, [torch.eye(len(values)).to(values)], len(values))
         optimizer: Cotangents = [None] * len(dissect(final.optimizer)[0])

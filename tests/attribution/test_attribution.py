@@ -256,7 +256,7 @@ WRONG = {
     "nan": (
         lambda: auc(torch.tensor([torch.nan, 1.0]), torch.tensor([True, False])),
         ValueError,
-        "is NaN, which has no rank",
+        "NaN has no rank, got nan",
     ),
     "no length": (lambda: metasmoothness(classifier(), test_losses, h=0), ValueError, "above 0"),
     "no graph": (
