@@ -145,7 +145,7 @@ def dtypes_explained(call: str, params: Iterable[torch.Tensor], data: object) ->
 
 
 def caller() -> tuple[str, int]:
-    """Return the innermost line outside of metagrad and torch, and how many frames it is from the caller of this.
+    """Return the innermost line outside of metagrad and torch, and its ``stacklevel`` for a warning of the caller.
 
     A thread without such a line runs the backward pass of an accelerator.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -9,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
-
+@functools.lru_cache
 def student_t(level: float, degrees: int) -> float:
     r"""Return the half-width of the central interval of Student's t distribution with probability ``level``.
 
@@ -40,9 +40,10 @@ def student_t(level: float, degrees: int) -> float:
         raise ValueError(f"interval(level): level must be between 0 and 1, such as 0.95, got {level}.")
     if degrees < 1:
         return math.inf
+    nodes, weights = np.polynomial.legendre.leggauss(64)
 
     def integral(angle: float) -> float:
-        return angle * float(_WEIGHTS @ np.cos(angle / 2 * (1 + _NODES)) ** (degrees - 1))
+        return angle * float(weights @ np.cos(angle / 2 * (1 + nodes)) ** (degrees - 1))
 
     low, high = 0.0, min(math.pi / 2, 10 / math.sqrt(degrees))  # ten standard deviations are all
     goal = level * integral(high)
