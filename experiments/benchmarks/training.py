@@ -77,17 +77,18 @@ class Work:
         params = {name: p.detach() for name, p in net.named_parameters()}
         weights = torch.ones(EXAMPLES, requires_grad=True)
 
-        def step(state, t, weights):  # of the mini-batch
+        def step(state, t, weights):
             params, own = state
             rows = order[t]
             params = {name: p if p.requires_grad else p.requires_grad_() for name, p in params.items()}
             output = torch.func.functional_call(net, params, (self.x[rows],))
             losses = F.cross_entropy(output, self.y[rows], reduction="none")
-            grads = mg.grad((weights * losses).mean(), params, create_graph=True)
+            grads = mg.grad((weights[rows] * losses).mean(), params, create_graph=True)
             return rule.update(grads, own, params), None
 
-        state = params, rule.init(params)
-        (params, _), _ = mg.unroll(step, state, inputs=weights[order], steps=self.steps, memory=memory)
+        (params, _), _ = mg.unroll(
+            step, (params, rule.init(params)), weights, steps=self.steps, memory=memory
+        )
         loss = self.losses(lambda x: torch.func.functional_call(net, params, (x,))).mean()
         torch.autograd.grad(loss, weights)
 
