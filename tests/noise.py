@@ -1,8 +1,8 @@
 """Kernels that round differently, as on another CPU.
 
 With ``METAGRAD_TEST_NOISE=1`` the results of matrix products, convolutions and sums on a CPU are multiplied by
-1 + 4 ulp of a pseudo-random sign. The sign of an entry depends only on its value and position, so
-results are deterministic. A test that fails under this noise depends on rounding.
+1 + 4 ulp of a pseudo-random sign. The sign of an entry depends only on its mantissa and position, so results are
+deterministic, and a product times a power of two stays exact. A test that fails under this noise depends on rounding.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ def noisy(result: Tensor) -> Tensor:
     """Return a result whose entries are changed by 4 units in the last place."""
     if result.dtype not in (torch.float32, torch.float64) or not result.numel():
         return result
-    bits = result.contiguous().view(torch.int32 if result.dtype == torch.float32 else torch.int64)
+    integer, width = (torch.int32, 23) if result.dtype == torch.float32 else (torch.int64, 52)
+    mantissas = result.contiguous().view(integer) & ((1 << width) - 1)
     positions = torch.arange(result.numel()).view(result.shape)
-    hashed = (bits ^ positions.to(bits.dtype)) * 2654435761 % 1013
+    hashed = (mantissas.long() ^ positions) * 2654435761 % 1013
     signs = (hashed % 2 * 2 - 1).to(result.dtype)
     return result * (1 + 4 * torch.finfo(result.dtype).eps * signs)
 
@@ -31,7 +32,8 @@ def empty(like: Tensor) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    return noisy(aten.mm.out(a, b, out=empty(a)))
+    result = aten.mm.out(a, b, out=empty(a))
+    return noisy(result) if a.shape[1] > 1 else result  # every kernel rounds a product of two numbers alike
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -48,7 +50,8 @@ def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
 
 def sum_dim(a: Tensor, dim=None, keepdim=False, *, dtype=None) -> Tensor:
     kind = dtype or (a.dtype if a.is_floating_point() or a.is_complex() else torch.int64)
-    return noisy(aten.sum.IntList_out(a, dim, keepdim, dtype=dtype, out=a.new_empty(0, dtype=kind)))
+    result = aten.sum.IntList_out(a, dim, keepdim, dtype=dtype, out=a.new_empty(0, dtype=kind))
+    return noisy(result) if result.numel() < a.numel() else result  # the sum of one number is exact
 
 
 def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups) -> Tensor:

