@@ -1,8 +1,8 @@
 """Kernels that round differently, as on another CPU.
 
 With ``METAGRAD_TEST_NOISE=1`` the results of matrix products, convolutions and sums on a CPU are multiplied by
-1 + 4 ulp of a pseudo-random sign. The sign of an entry depends only on its mantissa and position, so results are
-deterministic, and a product times a power of two stays exact. A test that fails under this noise depends on rounding.
+1 + 4 ulp of a pseudo-random sign. The sign of an entry depends only on its mantissa and position. So
+results are deterministic, and the factor of a power of two is exact. A test that fails here depends on rounding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
 def sum_dim(a: Tensor, dim=None, keepdim=False, *, dtype=None) -> Tensor:
     kind = dtype or (a.dtype if a.is_floating_point() or a.is_complex() else torch.int64)
     result = aten.sum.IntList_out(a, dim, keepdim, dtype=dtype, out=a.new_empty(0, dtype=kind))
-    return noisy(result) if result.numel() < a.numel() else result  # the sum of one number is exact
+    return noisy(result) if result.numel() < a.numel() else result  # there is nothing to round
 
 
 def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups) -> Tensor:

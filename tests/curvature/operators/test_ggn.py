@@ -208,7 +208,7 @@ def test_trees_of_outputs():
     ],
 )
 def test_products_can_be_differentiated(norm, loss_fn):
-    """Also those with norms, of which torch gets the third derivatives wrong."""
+    """Norm layers are included, although torch gets their third derivatives wrong."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 3)).double()
     names, x, y = list(dict(model.named_parameters())), randn(5, 3), torch.randint(3, (5,))
