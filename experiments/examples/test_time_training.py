@@ -162,6 +162,7 @@ def train(layer: nn.Module, iterations: int, seed: int) -> Recall:
         tokens, values = sequences(BATCH, pairs, generator)
         optimizer.zero_grad()
         F.cross_entropy(model(tokens)[:, 2 * pairs :].flatten(0, 1), values.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # without it, some seeds stay at chance
         optimizer.step()
         schedule.step()
     return model
