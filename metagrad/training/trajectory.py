@@ -134,6 +134,9 @@ class Trajectory:
         with self.step.model.training(), phase("forward"):
             if any(self.wanted.flat()):
                 refuse_hidden_leaves(self.step, self.inputs, self.leaves, self.kept[0])
+            if first:  # a folder has the states of a training with the same loss, model and transform
+                self.losses = torch.stack(losses)
+                self._replay(self.kept[0], 0)
             for t in progress(range(first, self.steps), "training"):
                 if t in wanted:
                     self.kept[t] = state
@@ -253,8 +256,8 @@ class Trajectory:
         ):
             raise RuntimeError(
                 f"Training(...): step {t} had the loss {float(self.losses[t])} and has {float(loss)} when it is "
-                "repeated. The data, the model and the loss must not change. The transform and the dataset must use "
-                "only the global random generators of torch, NumPy and Python."
+                "repeated. The data, the model and the loss must not change, and a folder belongs to one training. The "
+                "transform and the dataset must use only the global random generators of torch, NumPy and Python."
             )
 
     def _refuse_changes(self) -> None:

@@ -69,6 +69,13 @@ def test_an_interrupted_training_resumes_to_the_same_bits(tmp_path):
     assert not (folder / "reverse.pt").exists()
 
 
+def test_a_folder_belongs_to_one_loss(tmp_path):
+    with pytest.raises(Interrupted):
+        gradient(Loss(80), tmp_path)
+    with pytest.raises(RuntimeError, match="step 0 had the loss .* a folder belongs to one training"):
+        gradient(lambda output, y: F.cross_entropy(output, y, label_smoothing=0.5), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [60, 180, 260])
 def test_a_killed_process_resumes_to_the_same_bits(tmp_path, last):
