@@ -72,7 +72,7 @@ def test_an_interrupted_training_resumes_to_the_same_bits(tmp_path):
 def test_a_folder_belongs_to_one_loss(tmp_path):
     with pytest.raises(Interrupted):
         gradient(Loss(80), tmp_path)
-    with pytest.raises(RuntimeError, match="step 0 had the loss .* a folder belongs to one training"):
+    with pytest.raises(RuntimeError, match=r"step 0 had the loss .* a folder belongs to one training"):
         gradient(lambda output, y: F.cross_entropy(output, y, label_smoothing=0.5), tmp_path)
 
 
