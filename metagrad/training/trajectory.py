@@ -256,8 +256,8 @@ class Trajectory:
         ):
             raise RuntimeError(
                 f"Training(...): step {t} had the loss {float(self.losses[t])} and has {float(loss)} when it is "
-                "repeated. The data, the model and the loss must not change, and a folder belongs to one training. The "
-                "transform and the dataset must use only the global random generators of torch, NumPy and Python."
+                "repeated. The data, the model and the loss must not change, and a folder belongs to one training. "
+                "The transform and the dataset must use only the global random generators of torch, NumPy and Python."
             )
 
     def _refuse_changes(self) -> None:
