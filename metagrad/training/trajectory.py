@@ -170,11 +170,9 @@ class Trajectory:
         pull = Pullback(self.step, self.inputs, self.leaves, wanted, count)
         after = after._replace(params=[c if c is None else pull.widened(c) for c in after.params])
         last, random = _norms(after.params), RandomState()
-        saved = (
-            SavedSweep(self.kept, checksum((after, losses))) if isinstance(self.kept, FolderStates) else None
-        )
-        begin = self.steps
-        if saved is not None:
+        saved, begin = None, self.steps
+        if isinstance(self.kept, FolderStates):
+            saved = SavedSweep(self.kept, checksum((after, losses, wanted)))
             begin, after, pull.total = saved.load(begin, after, pull.total)
         reversal = Reversal(self.plan, self.kept, self._replay, begin)
         flags, autocast = self.settings
@@ -274,7 +272,7 @@ class SavedSweep:
 
     Args:
         states: The folder.
-        identity: Number that identifies the initial cotangents.
+        identity: Number that identifies the initial cotangents and the differentiated leaves.
     """
 
     every = 50

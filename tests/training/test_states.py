@@ -69,6 +69,19 @@ def test_an_interrupted_training_resumes_to_the_same_bits(tmp_path):
     assert not (folder / "reverse.pt").exists()
 
 
+def test_a_backward_pass_of_other_tensors_begins_anew(tmp_path):
+    torch.manual_seed(0)
+    x, y, rule, loss = torch.randn(8, 2), torch.arange(8) % 3, mg.optim.rules.sgd(lr=0.1), Loss(STEPS + 60)
+    training = mg.Training(nn.Linear(2, 3), loss, (x, y), optimizer=rule, batch_size=4, steps=STEPS)
+    with pytest.raises(Interrupted):
+        training(torch.ones(8, requires_grad=True), memory="step", offload=tmp_path)(x)[:, 0].sum().backward()
+    assert (tmp_path / "reverse.pt").exists()
+    own = x.clone().requires_grad_()
+    runs = (training(data=(own, y), memory="step", offload=folder) for folder in (tmp_path, None))
+    found = [torch.autograd.grad(trained(x)[:, 0].sum(), own)[0] for trained in runs]
+    assert torch.equal(*found)
+
+
 def test_a_folder_belongs_to_one_loss(tmp_path):
     with pytest.raises(Interrupted):
         gradient(Loss(80), tmp_path)
