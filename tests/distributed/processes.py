@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from tests.conftest import SEED, shift_seeds
+
 
 def in_processes(size, cases, folder):
     """Return the results of ``case(group)`` in each process, as a dict by name for each rank.
@@ -21,6 +23,8 @@ def in_processes(size, cases, folder):
 
 def _work(rank, size, cases, folder):
     torch.set_num_threads(1)
+    if SEED:
+        shift_seeds()
     torch.set_default_dtype(torch.float64)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group(

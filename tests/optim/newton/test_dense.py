@@ -96,7 +96,7 @@ def test_the_acceleration_is_that_of_the_second_directional_derivative():
     torch.testing.assert_close(d, -torch.linalg.solve(matrix, rows.T @ r))
     _, curved = jvp(lambda w: jvp(all_of, (w,), (d,))[1], (w.detach(),), (d,))
     expected = -torch.linalg.solve(matrix, rows.T @ curved * 2**0.5) / 2
-    torch.testing.assert_close(system.acceleration(w.detach(), d), expected, rtol=0.05, atol=1e-6)
+    assert (system.acceleration(w.detach(), d) - expected).norm() <= 0.05 * expected.norm()
 
 
 MISRA1A = (
