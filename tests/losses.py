@@ -1,7 +1,5 @@
 """Losses of models as functions of their parameters."""
 
-from __future__ import annotations
-
 import torch
 
 

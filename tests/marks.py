@@ -1,7 +1,5 @@
 """Marks for parametrized cases."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

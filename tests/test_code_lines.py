@@ -1,7 +1,5 @@
 """The project's size: lines of code and files, under bounds that only go down."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.code_lines import code_lines, python_files, total

@@ -1,7 +1,5 @@
 """The report for bugs: versions, devices, threads, variables, and missing packages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Errors for arguments in the wrong form: a result for a function, a class, a model for its parameters."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

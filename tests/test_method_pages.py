@@ -1,7 +1,5 @@
 """Every public algorithm and optimizer has a page with its equation, paper, example and measurement."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

@@ -1,7 +1,5 @@
 """Prose follows the style rules that a regular expression can see: bounds per area that only go down."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.prose import LONG, ROOT, Prose, files, measure, offenders

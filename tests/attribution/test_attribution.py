@@ -1,7 +1,5 @@
 """Scores and evaluations against closed forms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

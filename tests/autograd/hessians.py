@@ -1,7 +1,5 @@
 """Dense Hessians by torch, in the order of a dict of parameters."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """The message of each mistake in a call of a derivative, once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

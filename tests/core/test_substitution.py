@@ -1,7 +1,5 @@
 """Modules that run again in a backward pass use the weights of the call, or an error names the module."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

@@ -1,7 +1,5 @@
 """Influence against dense matrices, closed forms of ridge regression, and training without an example."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Readings of the curvature along updates, against quadratics and the Hessian, in loops that do not change."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrong inputs of every public function: one table of calls, and how their errors begin."""
 
-from __future__ import annotations
-
 import traceback
 from functools import partial
 from types import SimpleNamespace

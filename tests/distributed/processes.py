@@ -1,7 +1,5 @@
 """Processes of gloo that meet in a file. All of them call the same functions, and save the results."""
 
-from __future__ import annotations
-
 import traceback
 from datetime import timedelta
 

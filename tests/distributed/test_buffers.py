@@ -1,7 +1,5 @@
 """Running statistics of shares equal the running statistics of the whole meta-batch."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Averaged gradients equal the gradients of the whole batch. The ranks are threads."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

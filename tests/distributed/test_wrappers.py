@@ -1,7 +1,5 @@
 """Wrapped models raise an error. A wrapped learner averages the outer gradients of equal shares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

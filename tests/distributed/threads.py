@@ -1,7 +1,5 @@
 """Process groups of threads, with the collectives of gloo but without the imports of a new process."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Composed configs, runs in this process, and runs as the user starts them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import multiprocessing

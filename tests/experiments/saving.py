@@ -1,7 +1,5 @@
 """A process that only saves. It imports little, so that many can be started and killed in sequence."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

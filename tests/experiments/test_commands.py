@@ -1,7 +1,5 @@
 """Every printed command runs: as printed if it is short, or with its program's smallest settings."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The example programs at a small size. Each program compares its derivatives with dense derivatives."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

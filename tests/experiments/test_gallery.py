@@ -1,7 +1,5 @@
 """The gallery runs programs once, and shows their output or the reason of their failure."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

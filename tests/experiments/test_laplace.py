@@ -1,7 +1,5 @@
 """The Laplace approximation against Bayesian linear regression in closed form."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The files of the programs: no circle of imports, few of them in a folder, and studies that fit on a few pages."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A whole run on the real data, where it is."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

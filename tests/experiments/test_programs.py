@@ -1,7 +1,5 @@
 """The programs as the user starts them: exit codes, messages, logs."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

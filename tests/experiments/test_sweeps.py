@@ -1,7 +1,5 @@
 """Launchers and sweepers are plugins of Hydra: what `conf/` says to them, and what a sweep leaves to compare."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of a grid of runs: each cell runs once, and the table reports it."""
 
-from __future__ import annotations
-
 import json
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Test-time training against a loop over tokens, finite differences and closed forms."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import pytest

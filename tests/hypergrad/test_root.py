@@ -1,7 +1,5 @@
 """Roots and fixed points against closed forms, dense Jacobians and Newton's method."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs of other libraries start as in processes of their own."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

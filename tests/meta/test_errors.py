@@ -1,7 +1,5 @@
 """Wrong arguments and data: every error is raised by metagrad, names the call, and describes the value."""
 
-from __future__ import annotations
-
 import functools
 import re
 import traceback

@@ -1,7 +1,5 @@
 """MAML under torch.func: reverse mode with respect to all adapted parameters is supported, the rest raises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

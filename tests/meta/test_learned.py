@@ -1,7 +1,5 @@
 """Learned hyperparameters and losses of MAML, and how changes of them take effect."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The loop over tasks of tutorials, which is the oracle of all algorithms."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

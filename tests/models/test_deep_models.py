@@ -1,7 +1,5 @@
 """The residual network and the transformer: shapes, derivatives, vectorized tasks, errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

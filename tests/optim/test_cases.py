@@ -1,7 +1,5 @@
 """Invariants of every rule in the table of ``cases.py``."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Forms of hyperparameters: values, derivatives and errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils import _pytree as pytree

@@ -1,7 +1,5 @@
 """Sharpness-aware minimization: gradients at both orders, and errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """An oracle for ``nn.EmbeddingBag``. torch's bags have no second derivative."""
 
-from __future__ import annotations
-
 import torch
 
 

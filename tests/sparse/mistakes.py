@@ -1,7 +1,5 @@
 """Tables of mistakes: each message, and the call that raises it."""
 
-from __future__ import annotations
-
 import re
 
 

@@ -1,7 +1,5 @@
 """The message of each mistake, once. ``test_wrong_inputs.py`` replaces every argument of every function."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

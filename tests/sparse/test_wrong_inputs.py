@@ -1,7 +1,5 @@
 """Every public function with every argument replaced by something else: it works, or its own error says why."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import traceback

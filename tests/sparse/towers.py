@@ -1,7 +1,5 @@
 """Gradients of gradients, each contracted so that a cut graph or a linear shortcut would show."""
 
-from __future__ import annotations
-
 import torch
 
 

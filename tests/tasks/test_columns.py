@@ -1,7 +1,5 @@
 """One parser for the columns of tables: thirty files, as text, as a mapping and as a data frame."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import re

@@ -1,7 +1,5 @@
 """The message of each mistake in the construction of tasks, once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

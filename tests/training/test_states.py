@@ -1,7 +1,5 @@
 """States in a folder: the same bits, resumed after an interruption, and clear errors for other files."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

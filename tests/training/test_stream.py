@@ -1,7 +1,5 @@
 """The order of the examples is a function of the seed and the step."""
 
-from __future__ import annotations
-
 import torch
 
 from metagrad.training.stream import Stream

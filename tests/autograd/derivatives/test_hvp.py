@@ -1,7 +1,5 @@
 """Hessian-vector products in every mode against a dense Hessian, and against finite differences."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

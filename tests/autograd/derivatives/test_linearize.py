@@ -1,7 +1,5 @@
 """Many Hessian-vector products from one graph: correct, in chunks, and freed."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

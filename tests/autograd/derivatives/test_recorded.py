@@ -1,7 +1,5 @@
 """Products with a Jacobian, in batches that bound the memory, or in turn if an operation cannot be batched."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

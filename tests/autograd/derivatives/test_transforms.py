@@ -1,7 +1,5 @@
 """Derivatives inside the transforms of torch.func are correct, or raise an error with a suggestion."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

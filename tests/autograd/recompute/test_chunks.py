@@ -1,7 +1,5 @@
 """Cross entropy and attention in chunks against the dense computations of torch."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

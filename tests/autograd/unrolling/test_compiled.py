@@ -1,7 +1,5 @@
 """Compiled loops of `unroll`: the values and gradients of eager ones, in float64, in every memory mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.func import grad

@@ -3,8 +3,6 @@
 Torch 2.13 fuses ``torch.add(w, x @ y, alpha=a)`` and gets it wrong on a CPU. A formula ``w + a * d`` is correct.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans of few states: as few repeated steps as dynamic programming finds, and never more states."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

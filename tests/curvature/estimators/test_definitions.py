@@ -1,7 +1,5 @@
 """The formulas on small matrices are the definitions with a basis for every probe that is left out."""
 
-from __future__ import annotations
-
 import torch
 
 from metagrad.curvature.estimators import xtrace

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 
 from metagrad.curvature.estimators.estimate import Estimate

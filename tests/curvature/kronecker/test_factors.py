@@ -1,7 +1,5 @@
 """Factors against the Fisher and Gauss-Newton matrices that they stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

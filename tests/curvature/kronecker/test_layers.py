@@ -1,7 +1,5 @@
 """Layers as products of rows with a matrix."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

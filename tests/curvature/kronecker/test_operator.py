@@ -1,7 +1,5 @@
 """K-FAC as an operator: exact where theory says so, and closed forms against dense matrices."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -1,7 +1,5 @@
 """Closed-form curvature of losses in the output, against dense torch.func Hessians and against expectations."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """An operator averaged over ranks equals the operator of all data. Threads stand for ranks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Accumulation over batches: exact, one graph at a time, and checked for what moves between passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

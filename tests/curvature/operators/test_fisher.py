@@ -1,7 +1,5 @@
 """Fisher matrices: exact ones against expectations, sampled ones against exact, empirical ones against gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

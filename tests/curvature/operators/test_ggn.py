@@ -1,7 +1,5 @@
 """Gauss-Newton operators against closed forms and dense Jacobians and Hessians of torch.func."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

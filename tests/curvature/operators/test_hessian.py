@@ -1,7 +1,5 @@
 """The Hessian against closed forms and dense oracles, on models, tables, batches, in every mode."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """The Hessian of every layer against finite differences of the gradient, or its error."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

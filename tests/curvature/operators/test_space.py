@@ -1,7 +1,5 @@
 """Parameters by name and as one flat vector, of every form."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

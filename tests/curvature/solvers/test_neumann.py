@@ -1,7 +1,5 @@
 """The Neumann series: its sum, its truncation, its divergence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every method on every kind of system, derivatives of solutions, and errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

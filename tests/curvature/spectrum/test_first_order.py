@@ -1,7 +1,5 @@
 """The first derivative passes, eager and under transforms. A second derivative raises only if it is taken."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

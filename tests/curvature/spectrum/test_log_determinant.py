@@ -1,7 +1,5 @@
 """Log-determinants against dense ones, their derivatives, and errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

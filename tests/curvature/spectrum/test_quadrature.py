@@ -1,7 +1,5 @@
 """Gauss rules and traces of functions against the eigenvalues themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

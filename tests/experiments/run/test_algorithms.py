@@ -1,7 +1,5 @@
 """Every option of `algorithm`: it composes with every experiment, and trains."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

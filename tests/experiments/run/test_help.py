@@ -1,7 +1,5 @@
 """`--help` says a sentence of every key of its program, and of no other."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 

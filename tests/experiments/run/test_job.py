@@ -1,7 +1,5 @@
 """Errors are sentences, bugs keep their tracebacks, and a folder belongs to one run."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

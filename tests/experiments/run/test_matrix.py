@@ -1,7 +1,5 @@
 """Every option of `conf/` trains for 20 iterations, in pairs of options, or raises one sentence that names a key."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

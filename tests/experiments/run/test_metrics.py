@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from experiments.run.metrics import JsonLines, read_rows, series
 
 

@@ -1,7 +1,5 @@
 """The outer loop: optimizers with a closure, and the loss of all predictions."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Several processes of one run compute what one does, and survive what ends one of them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

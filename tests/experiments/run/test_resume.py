@@ -1,7 +1,5 @@
 """A resumed run ends with the same bytes as a run without interruption."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

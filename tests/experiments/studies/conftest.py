@@ -1,7 +1,5 @@
 """Configs of studies, and characters that need no files."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hydra import compose, initialize_config_dir

@@ -1,7 +1,5 @@
 """Every algorithm by one protocol: the cells, the table and the curves."""
 
-from __future__ import annotations
-
 from experiments.run.plots.panels import read_panels
 from experiments.run.schemas import ALGORITHMS
 from experiments.studies.algorithms import cells, figures, report, study

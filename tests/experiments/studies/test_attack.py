@@ -1,7 +1,5 @@
 """Attacks on a graph: the meta-gradient against a dense matrix, flips that raise the loss, and resumed runs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Attacks on images: penalties and Newton steps against plain torch, boxes, the program."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The study of data attribution, on small random images."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """Characters as a closed set of classes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

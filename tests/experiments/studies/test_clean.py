@@ -1,7 +1,5 @@
 """Cleaning of labels: the hypergradient against a naive loop, incorrect labels that are found, and resumed runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Cold start: the meta-gradient against a naive loop, least squares, separate students, and resumed runs."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

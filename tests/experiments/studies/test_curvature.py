@@ -1,7 +1,5 @@
 """Curvature along training: the Hessian of MAML's objective, densities that are written and read, a small run."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """Dataset distillation: the meta-gradient against a naive loop, images that are learned, and resumed runs."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

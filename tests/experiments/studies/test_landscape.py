@@ -1,7 +1,5 @@
 """The landscape along training: preconditioners, edges of stability, objectives in plain torch, one small run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

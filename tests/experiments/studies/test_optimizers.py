@@ -1,7 +1,5 @@
 """The study of optimizers over seeds, and the physics-informed network that is one of its workloads."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

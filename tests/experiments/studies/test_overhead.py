@@ -1,7 +1,5 @@
 """The cost of orders of differentiation: all methods return the same derivative, and rows have bytes and seconds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

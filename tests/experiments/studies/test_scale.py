@@ -1,7 +1,5 @@
 """Processes send as many bytes as predicted."""
 
-from __future__ import annotations
-
 import sys
 from unittest import mock
 

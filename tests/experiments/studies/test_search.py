@@ -1,7 +1,5 @@
 """Architecture search: hypergradients against the textbook's loop, a whole run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """First-order MAML, ANIL and BOIL against the textbook's loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """CAVIA against a loop over tasks, for a context that is appended to the input or modulates channels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """iMAML against a loop over tasks with dense matrices."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """Meta-SGD and Meta-Curvature against a loop over tasks with the steps of the papers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """MAML++ against a loop over tasks, with its loss, rates, norms and schedules written out."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -1,7 +1,5 @@
 """The multi-step loss of MAML++, a weighted sum of the query losses after each inner step, against a loop."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Proto-MAML against a loop over tasks, and as the prototypical network that it starts from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

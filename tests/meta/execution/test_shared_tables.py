@@ -1,7 +1,5 @@
 """Embedding tables that tasks share: their row-sparse meta-gradients equal dense ones."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

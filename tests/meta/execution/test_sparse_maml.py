@@ -1,7 +1,5 @@
 """MAML with row-sparse embedding tables, against MAML with dense tables."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

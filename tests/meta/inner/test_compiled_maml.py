@@ -3,8 +3,6 @@
 The backend traces derivatives as inductor does, and runs their operations with torch.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 

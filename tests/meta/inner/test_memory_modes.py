@@ -1,7 +1,5 @@
 """What is kept is not seen in a result: every memory mode gives the gradients of ``"full"``, in every setting."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

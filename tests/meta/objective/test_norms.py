@@ -1,7 +1,5 @@
 """Policies of normalization layers, against loops over tasks with elementary operations."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """Formulas that torch has no optimizer for, and row-sparse gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

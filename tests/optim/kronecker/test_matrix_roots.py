@@ -1,7 +1,5 @@
 """Matrix roots and eigenvectors: values, and derivatives where eigenvalues meet."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Shampoo against its paper's formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

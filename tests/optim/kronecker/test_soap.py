@@ -1,7 +1,5 @@
 """SOAP against its paper's algorithms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """L-BFGS against torch's: the same number of calls of the closure for the same loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Optimizers that evaluate the loss again: the calls of a closure and their side effects."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

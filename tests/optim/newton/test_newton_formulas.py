@@ -1,7 +1,5 @@
 """Newton steps, their matrices and conjugate gradients against dense matrices."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

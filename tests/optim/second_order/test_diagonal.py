@@ -1,7 +1,5 @@
 """AdaHessian and Sophia against their papers' formulas, and estimates of diagonals against dense matrices."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

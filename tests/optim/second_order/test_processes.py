@@ -1,7 +1,5 @@
 """Gradients of several processes beside the curvature of one: parameters would drift apart, and none would say so."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

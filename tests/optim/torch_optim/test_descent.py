@@ -1,7 +1,5 @@
 """Every optimizer descends."""
 
-from __future__ import annotations
-
 import math
 
 from tests.optim.torch_optim.cases import (

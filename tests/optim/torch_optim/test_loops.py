@@ -1,7 +1,5 @@
 """Training loops as people write them."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import math

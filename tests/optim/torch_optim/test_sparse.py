@@ -1,7 +1,5 @@
 """Embedding tables with sparse gradients: their rows move as with the dense optimizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

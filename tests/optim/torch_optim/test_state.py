@@ -1,7 +1,5 @@
 """What an optimizer carries: it can be saved, copied and resumed, and nothing about it changes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Products along axes, against the Kronecker product of the matrices."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

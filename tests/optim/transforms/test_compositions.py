@@ -1,7 +1,5 @@
 """Chains, clips, masks and schedules, against their parts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

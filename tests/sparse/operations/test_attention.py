@@ -1,7 +1,5 @@
 """Attention over a pattern against torch's over a mask."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

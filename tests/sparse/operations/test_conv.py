@@ -1,7 +1,5 @@
 """Sparse convolution against torch's convolution of the dense grid, and the rulebook against its definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

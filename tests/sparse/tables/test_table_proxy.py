@@ -1,7 +1,5 @@
 """Lookups of the rows that a batch touches, in the place of whole tables, as ``MAML(sparse=...)`` does it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

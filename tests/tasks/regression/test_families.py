@@ -1,7 +1,5 @@
 """Every family of curves: its formula, its ranges, its noise, and the protocol."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
