@@ -89,8 +89,8 @@ def metric(trained):
     return F.cross_entropy(trained(x), y) + trained.losses[-1]
 
 
-def difference(function, at, direction):
-    return (function(at + STEP * direction) - function(at - STEP * direction)) / (2 * STEP)
+def difference(function, at, direction, step=STEP):
+    return (function(at + step * direction) - function(at - step * direction)) / (2 * step)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -112,16 +112,19 @@ def test_derivatives_agree_with_trainings_that_run_again(model, rule):
     found = dict(
         zip(leaves, torch.autograd.grad(metric(trained(leaves)), list(leaves.values())), strict=True)
     )
-    for name, gradient in found.items():
+    for name, gradient in found.items():  # a rule can have a kink within the longer step
         direction = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(2))
 
         def at(value, name=name):
             with torch.no_grad():
                 return float(metric(trained({**leaves, name: value})))
 
-        expected = difference(at, leaves[name].detach(), direction)
-        scale = float(gradient.norm() * direction.norm())
-        assert abs(float((gradient * direction).sum()) - expected) < 1e-6 * max(scale, 1e-3), name
+        slope, bound = (
+            float((gradient * direction).sum()),
+            1e-6 * max(float(gradient.norm() * direction.norm()), 1e-3),
+        )
+        differences = (difference(at, leaves[name].detach(), direction, step) for step in (STEP, STEP / 10))
+        assert any(abs(slope - other) < bound for other in differences), name
 
 
 def by_hand(training, weights, lr, momentum):
