@@ -74,7 +74,8 @@ def linear_cross_entropy(
     if label_smoothing:
         means = widened(rows @ weight.mean(0) + (0 if bias is None else bias.mean()))
         picked = torch.lerp(picked, means, label_smoothing)
-    losses = torch.where(counts, log_totals - picked, 0)
+    known = picked.new_zeros(1).expand(len(weight)).gather(0, flat.where(counts, 0))  # raises if vmap hides labels
+    losses = torch.where(counts, log_totals - picked + known, 0)
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
@@ -173,7 +174,7 @@ def _part_of_totals(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor
 def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first: int | None) -> Tensor:
     scores = query @ key.mT
     if mask is not None and mask.dtype != torch.bool:
-        scores, mask = scores + mask, mask > -math.inf
+        scores, mask = scores + mask, mask != -math.inf
     if first is not None:
         places = [torch.arange(n, device=query.device) for n in scores.shape[-2:]]
         causal = places[0].unsqueeze(1) + first >= places[1]

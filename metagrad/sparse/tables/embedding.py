@@ -139,7 +139,7 @@ def _checked(call: str, ids: Tensor, table: Tensor, padding_idx: int | None) -> 
             f"{call}: padding_idx must be a row of the table, from {-len(table)} to {len(table) - 1}, "
             f"got {padding_idx}."
         )
-    return ids.long(), padding_idx % len(table)
+    return ids.long().clamp(min=HOLE + 1), padding_idx % len(table)  # NaN.long() is HOLE, and no padding
 
 
 def check_bags(

@@ -171,6 +171,22 @@ def test_a_mask_that_does_not_fit_is_named(mask, error):
         attention(draw(1, 4), draw(3, 4), draw(3, 2), mask)
 
 
+def test_nan_in_a_mask_of_scores_is_no_excluded_key():
+    mask = torch.tensor([[0.0, torch.nan], [0.0, 0.0]])
+    outputs = attention(torch.eye(2), torch.eye(2), torch.eye(2), mask)
+    assert outputs.isfinite().all(1).tolist() == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore:.*inside a torch.func transform")
+@pytest.mark.parametrize("label", [-1, 3])
+def test_labels_that_are_no_classes_raise_under_vmap(label):
+    hidden, weight, labels = torch.ones(2, 4, 2), torch.ones(3, 2), torch.zeros(2, 4, dtype=torch.long)
+    loss = torch.vmap(lambda h, y: linear_cross_entropy(h, weight, y, ignore_index=-100))
+    assert loss(hidden, labels.index_fill(1, torch.tensor(2), -100)).isfinite().all()
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        loss(hidden, labels.index_fill(1, torch.tensor(2), label))
+
+
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_a_bias_may_exclude_classes(chunk):
     hidden, weight, bias = draw(5, 4), draw(7, 4), torch.tensor([-torch.inf] * 3 + [0.0] * 4, dtype=F64)

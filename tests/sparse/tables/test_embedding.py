@@ -196,6 +196,13 @@ def test_of_equal_maxima_the_first_has_the_gradient():
     assert torch.autograd.grad(y.sum(), table)[0].to_dense().flatten().tolist() == [0, 0, 1]
 
 
+@pytest.mark.parametrize("look_up", [embedding, lambda ids, t, **how: embedding_bag(ids[None], None, t, **how)])
+def test_an_id_that_was_nan_is_no_padding(look_up):
+    ids = torch.tensor([0.0, float("nan")], dtype=torch.float64).long()
+    with pytest.raises(ValueError, match="from 0 to 2"):
+        look_up(ids, torch.ones(3, 1), padding_idx=1)
+
+
 def test_a_nan_in_a_bag_is_its_maximum():
     table = torch.tensor([[1.0], [float("nan")], [-float("inf")]])
     y = embedding_bag(torch.tensor([0, 1, 2]), torch.tensor([0, 2]), table, mode="max").flatten().tolist()
