@@ -28,7 +28,7 @@ from metagrad.training.reverse import (
     refuse_hidden_leaves,
     with_leaves,
 )
-from metagrad.training.states import FolderStates, PinnedStates, States, checksum
+from metagrad.training.states import FolderStates, PinnedStates, States, checksum, described
 from metagrad.training.step import Inputs, State, Step, variable
 
 CALL = "Training(..., group)()"
@@ -114,17 +114,19 @@ class Trajectory:
     def _kept_at(self, offload: str | Path | None, first: State) -> States | FolderStates:
         """Return where states are kept, with the first state. A folder can already hold later states."""
         if isinstance(offload, Path) or offload not in (None, "cpu"):
-            examples = self.inputs.examples
-            known = first, self.inputs.weights, examples.tensors, self.inputs.rule, tuple(self.plan)
-            stream = self.step.stream
-            order = [stream.rows(0), stream.rows(self.steps - 1)]
-            identity = checksum(
-                (known, type(self.inputs.rule), stream.seed, order, self.step.average, self.step.micro_batch)
-            )
-            return FolderStates(Path(offload), first, identity)
+            return FolderStates(Path(offload), first, self._identity(first))
         kept = States() if offload is None else PinnedStates(next(iter(first.params.values())).device)
         kept[0] = first
         return kept
+
+    def _identity(self, first: State) -> int:
+        step, inputs, stream = self.step, self.inputs, self.step.stream
+        frozen = [p for p in step.model.module.parameters() if not p.requires_grad]
+        tensors = first, inputs.weights, inputs.examples.tensors, frozen, [t for _, t in inputs.places]
+        order = stream.seed, stream.rows(0), stream.rows(self.steps - 1), stream.order
+        text = described(inputs.rule, step.model.module, step.loss_fn, step.transform)
+        settings = inputs.rule, tuple(self.plan), step.average, step.micro_batch, text
+        return checksum((tensors, order, settings))
 
     def _run(self, *, keep_graphs: bool) -> None:
         first, wanted, losses = max(self.kept), set(self.plan.kept_first()), self.kept.losses

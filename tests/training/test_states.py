@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ class Interrupted(Exception):
 class Loss:
     """A loss that raises, or ends the process, at a chosen call."""
 
-    def __init__(self, last=None, end=None):
-        self.calls, self.last, self.end = 0, last, end
+    def __init__(self, last=None, end=None, smoothing=0.0):
+        self.calls, self.last, self.end, self.smoothing = 0, last, end, smoothing
 
     def __call__(self, output, y):
         self.calls += 1
@@ -31,7 +32,7 @@ class Loss:
             if self.end is None:
                 raise Interrupted
             self.end()
-        return F.cross_entropy(output, y)
+        return F.cross_entropy(output, y, label_smoothing=self.smoothing)
 
 
 def gradient(loss_fn, offload=None, seed=0, **given):
@@ -84,7 +85,7 @@ def test_a_folder_belongs_to_one_loss(tmp_path):
     with pytest.raises(Interrupted):
         gradient(Loss(80), tmp_path)
     with pytest.raises(RuntimeError, match=r"step 0 had the loss .* a folder belongs to one training"):
-        gradient(lambda output, y: F.cross_entropy(output, y, label_smoothing=0.5), tmp_path)
+        gradient(Loss(smoothing=0.5), tmp_path)
 
 
 @pytest.mark.slow
@@ -128,6 +129,60 @@ def test_other_files_are_errors(tmp_path, kind):
     message = "belongs to another training" if kind == "another training" else f"{last} is damaged"
     with pytest.raises(ValueError, match=message):
         gradient(Loss(), tmp_path, seed=int(kind == "another training"))
+
+
+def smoothed(smoothing):
+    return lambda output, y: F.cross_entropy(output, y, label_smoothing=smoothing)
+
+
+def network(activation=nn.Tanh, frozen=1.0):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 2), activation(), nn.Linear(2, 2))
+    nn.init.constant_(net[0].weight, frozen).requires_grad_(False)
+    return net
+
+
+class Scaled(nn.Module):
+    """A loss with a learned factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, output, y):
+        return F.cross_entropy(self.factor * output, y)
+
+
+rules, order = mg.optim.rules, torch.arange(12).view(6, 2) % 4
+OTHERS = {
+    "option of the optimizer": [
+        {"optimizer": rules.sgd(0.1, momentum=0.9, nesterov=on)} for on in (False, True)
+    ],
+    "middle of the order": [{"order": order}, {"order": order[[0, 2, 1, 3, 4, 5]]}],
+    "activation": [{"model": network()}, {"model": network(nn.ReLU)}],
+    "frozen weight": [{"model": network(frozen=factor)} for factor in (1.0, 2.0)],
+    "loss": [{"loss_fn": F.cross_entropy}, {"loss_fn": smoothed(0.1)}, {"loss_fn": smoothed(0.2)}],
+    "argument of the loss": [{"loss_fn": partial(F.cross_entropy, label_smoothing=s)} for s in (0.1, 0.2)],
+    "parameter of the loss": [{"loss_fn": Scaled(factor)} for factor in (1.0, 2.0)],
+    "transform": [{"transform": f} for f in (lambda x, y: (x, y), lambda x, y: (x + 1, y))],
+}
+
+
+@pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
+def test_a_folder_of_other_settings_is_refused(tmp_path, settings):
+    x, y = torch.linspace(-1, 1, 4).unsqueeze(1), torch.tensor([0, 1, 1, 0])
+
+    def train(own):
+        length = {} if "order" in own else {"steps": 6}
+        own = {"model": network(), "loss_fn": F.cross_entropy, "optimizer": rules.sgd(0.1), **length, **own}
+        model, loss_fn = own.pop("model"), own.pop("loss_fn")
+        return mg.Training(model, loss_fn, (x, y), batch_size=2, **own)(offload=tmp_path).params
+
+    first, again = train(settings[0]), train(settings[0])
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    for own in settings[1:]:
+        with pytest.raises(ValueError, match="belongs to another training"):
+            train(own)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):

@@ -74,8 +74,9 @@ def linear_cross_entropy(
     if label_smoothing:
         means = widened(rows @ weight.mean(0) + (0 if bias is None else bias.mean()))
         picked = torch.lerp(picked, means, label_smoothing)
-    known = picked.new_zeros(1).expand(len(weight)).gather(0, flat.where(counts, 0))  # raises if vmap hides labels
-    losses = torch.where(counts, log_totals - picked + known, 0)
+    # This lookup of zeros raises under vmap, where labels cannot be read, for a label that is no class.
+    zeros = picked.new_zeros(1).expand(len(weight)).gather(0, flat.where(counts, 0))
+    losses = torch.where(counts, log_totals - picked + zeros, 0)
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()

@@ -196,7 +196,9 @@ def test_of_equal_maxima_the_first_has_the_gradient():
     assert torch.autograd.grad(y.sum(), table)[0].to_dense().flatten().tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize("look_up", [embedding, lambda ids, t, **how: embedding_bag(ids[None], None, t, **how)])
+@pytest.mark.parametrize(
+    "look_up", [embedding, lambda ids, t, **how: embedding_bag(ids[None], None, t, **how)]
+)
 def test_an_id_that_was_nan_is_no_padding(look_up):
     ids = torch.tensor([0.0, float("nan")], dtype=torch.float64).long()
     with pytest.raises(ValueError, match="from 0 to 2"):
