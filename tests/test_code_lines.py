@@ -4,7 +4,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_688, "experiments": 10_181, "tests": 28_611}
+LINES = {"metagrad": 24_701, "experiments": 10_181, "tests": 28_653}
 FILES = {"metagrad": 260, "experiments": 79}
 
 
