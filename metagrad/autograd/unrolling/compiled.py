@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
-from metagrad.autograd.unrolling.schedule import Loop, Step, in_turn, loop_keeping
+from metagrad.autograd.unrolling.schedule import Loop, Step, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import Arguments, Pair, StateCheck, checked_pair, stack
 from metagrad.core._torch import Function
 from metagrad.core.budget import BudgetError, device_of
@@ -123,7 +123,7 @@ class Compiler:
         loops: dict[str, Loop] = {
             "full": functools.partial(_in_pieces, pulled, width) if is_small else in_pieces,
             "step": functools.partial(_in_pieces, pulled, 1),
-            "sqrt": functools.partial(_in_pieces, _again(in_pieces), max(math.isqrt(len(times)), 1)),
+            "sqrt": functools.partial(_in_pieces, self._again(in_pieces), max(math.isqrt(len(times)), 1)),
         }
         return loop_keeping(memory, (state, args), loops)(step, state, args, times)
 
@@ -140,7 +140,7 @@ class Compiler:
     ) -> Pair:
         """Run consecutive steps without their graph. A compiled function runs them again for their derivative."""
         if not self.compiles_products:
-            return _again(self._piece)(step, state, args, times)
+            return self._again(self._piece)(step, state, args, times)
         tensors, structure = dissect((state, args))
         number = torch.full((), times.start, dtype=torch.int64, device=device_of(state))
         modes, autocast, drawn = _modes(modules), AutocastState(), torch.get_rng_state()
@@ -176,6 +176,40 @@ class Compiler:
             return [dict(zip(places, found, strict=True)).get(i) for i in range(len(tensors))]
 
         return form.fill(_CompiledSteps.apply(pull, eager, outputs, *tensors))
+
+    def _again(self, loop: Loop) -> Loop:
+        """Return a loop that stores only its operands and is run again in the backward pass."""
+
+        def recomputed(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
+            tensors, structure = dissect((state, args))
+            modules, random, autocast = ReachableObjects(step).modules, RandomState(), AutocastState()
+            found: list[Structure] = []
+
+            def call(loop: Loop, tensors: Sequence[Tensor]) -> list[Tensor]:
+                state, args = structure.fill(tensors)
+                with torch.enable_grad(), autocast.restored():
+                    outputs, form = dissect(loop(step, state, args, times))
+                found.append(form)
+                return outputs
+
+            def again(tensors: Sequence[Tensor]) -> list[Tensor]:
+                if _modes(modules) != modes:
+                    raise RuntimeError(_CHANGED)
+                with unfused_attention():
+                    return self.attempt(
+                        lambda: random.restored()(call)(loop, tensors),
+                        lambda: random.restored()(call)(plain, tensors),
+                    )
+
+            modes = _modes(modules)
+            leaves = list(map(fresh_leaf, tensors))
+            outputs = call(loop, leaves)
+            known = set(map(id, leaves))
+            variables = (getattr(node, "variable", None) for node in graph_nodes(outputs))
+            free = [v for v in variables if v is not None and id(v) not in known]
+            return found[0].fill(_RerunOutputs.apply(again, len(tensors), outputs, *tensors, *free))
+
+        return recomputed
 
 
 def _pull(
@@ -263,38 +297,6 @@ def _in_pieces(loop: Loop, width: int, step: Step, state: Tree, args: Arguments,
     parts = [times[first : first + width] for first in range(0, whole, width)]
     singles = [times[index : index + 1] for index in range(whole, len(times))]
     return in_turn([(loop, part) for part in (*parts, *singles)], step, state, args)
-
-
-def _again(loop: Loop) -> Loop:
-    """Return a loop that stores only its operands and is run again in the backward pass."""
-
-    def recomputed(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
-        tensors, structure = dissect((state, args))
-        modules, random, autocast = ReachableObjects(step).modules, RandomState(), AutocastState()
-        found: list[Structure] = []
-
-        def call(tensors: Sequence[Tensor]) -> list[Tensor]:
-            state, args = structure.fill(tensors)
-            with torch.enable_grad(), autocast.restored():
-                outputs, form = dissect(loop(step, state, args, times))
-            found.append(form)
-            return outputs
-
-        def again(tensors: Sequence[Tensor]) -> list[Tensor]:
-            if _modes(modules) != modes:
-                raise RuntimeError(_CHANGED)
-            with random.restored(), unfused_attention():
-                return call(tensors)
-
-        modes = _modes(modules)
-        leaves = list(map(fresh_leaf, tensors))
-        outputs = call(leaves)
-        known = set(map(id, leaves))
-        variables = (getattr(node, "variable", None) for node in graph_nodes(outputs))
-        free = [v for v in variables if v is not None and id(v) not in known]
-        return found[0].fill(_RerunOutputs.apply(again, len(tensors), outputs, *tensors, *free))
-
-    return recomputed
 
 
 def _modes(modules: Sequence[nn.Module]) -> list[object]:

@@ -71,3 +71,16 @@ def test_what_cannot_be_compiled_runs_eagerly_with_a_warning():
     with pytest.warns(UserWarning, match=r"unroll\(step, ..., compile\): runs without being compiled"):
         last, _ = mg.unroll(branching, w, steps=2, compile=TRACED)
     assert torch.equal(last, 4 * w)
+
+
+def test_a_backward_pass_that_cannot_be_compiled_runs_eagerly_with_a_warning():
+    w, free, branches = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True), []
+
+    def scaled(w, t):
+        return (w * free.exp() if not branches or float(w.detach().sum()) > 0 else w), None
+
+    found, _ = mg.unroll(scaled, w, steps=2, compile=TRACED)
+    branches.append(True)
+    with pytest.warns(UserWarning, match=r"unroll\(step, ..., compile\): runs without being compiled"):
+        gradient = torch.autograd.grad(found.sum(), free)[0]
+    torch.testing.assert_close(gradient, 2 * found.detach())
