@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import refuse
-from metagrad.core.reach import ReachableObjects
 from metagrad.core.tree import Tree, dissect, tree_flatten, tree_map, tree_unflatten
 from metagrad.training.step import State
 
@@ -181,19 +179,3 @@ def checksum(tree: Tree) -> int:
             total = zlib.crc32(f"{content.dtype}{tuple(content.shape)}".encode(), total)
             total = zlib.crc32(content.reshape(-1).view(torch.uint8).numpy().data, total)
     return total
-
-
-def described(*values: object) -> str:
-    """Return a text that another run of the same program repeats, but not a run with another setting."""
-    changing = r' at 0x\w+|, file "[^"]*", line \d+|(?<=<)[\w.]+\.(?=\w+ object)'
-    return re.sub(changing, "", repr([*values, *map(_code, values)]))
-
-
-def _code(value: object) -> object:
-    """Return the code of a function, and the numbers and texts in its closure."""
-    if not isinstance(value, Callable) or not hasattr(value, "__code__"):
-        return None
-    code: Any = value.__code__
-    contents = [cell.cell_contents for cell in ReachableObjects(value).cells]
-    settings = [content for content in contents if isinstance(content, (int, float, str))]
-    return code.co_code, code.co_consts, code.co_names, settings

@@ -28,7 +28,7 @@ from metagrad.training.reverse import (
     refuse_hidden_leaves,
     with_leaves,
 )
-from metagrad.training.states import FolderStates, PinnedStates, States, checksum, described
+from metagrad.training.states import FolderStates, PinnedStates, States, checksum
 from metagrad.training.step import Inputs, State, Step, variable
 
 CALL = "Training(..., group)()"
@@ -124,8 +124,7 @@ class Trajectory:
         frozen = [p for p in step.model.module.parameters() if not p.requires_grad]
         tensors = first, inputs.weights, inputs.examples.tensors, frozen, [t for _, t in inputs.places]
         order = stream.seed, stream.rows(0), stream.rows(self.steps - 1), stream.order
-        text = described(inputs.rule, step.model.module, step.loss_fn, step.transform)
-        settings = inputs.rule, tuple(self.plan), step.average, step.micro_batch, text
+        settings = inputs.rule, type(inputs.rule), tuple(self.plan), step.average, step.micro_batch
         return checksum((tensors, order, settings))
 
     def _run(self, *, keep_graphs: bool) -> None:
@@ -136,9 +135,10 @@ class Trajectory:
         with self.step.model.training(), phase("forward"):
             if any(self.wanted.flat()):
                 refuse_hidden_leaves(self.step, self.inputs, self.leaves, self.kept[0])
-            if first:  # a folder has the states of a training with the same loss, model and transform
-                self.losses = torch.stack(losses)
-                self._replay(self.kept[0], 0)
+            if first:  # states of a folder: the model, the loss, the transform and the optimizer must be the same
+                self.losses, again = torch.stack(losses), self.kept[0]
+                for t in range(min(first, 2)):
+                    again = self._replay(again, t)
             for t in progress(range(first, self.steps), "training"):
                 if t in wanted:
                     self.kept[t] = state
