@@ -135,7 +135,7 @@ class Trajectory:
         with self.step.model.training(), phase("forward"):
             if any(self.wanted.flat()):
                 refuse_hidden_leaves(self.step, self.inputs, self.leaves, self.kept[0])
-            if first:  # states of a folder: the model, the loss, the transform and the optimizer must be the same
+            if first:  # states of a folder, which must be of the same model, loss, transform and optimizer
                 self.losses, again = torch.stack(losses), self.kept[0]
                 for t in range(min(first, 2)):
                     again = self._replay(again, t)

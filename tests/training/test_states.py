@@ -181,7 +181,7 @@ def test_a_folder_of_other_settings_is_refused(tmp_path, settings):
     first, again = train(settings[0]), train(settings[0])
     assert all(torch.equal(first[name], again[name]) for name in first)
     for own in settings[1:]:
-        with pytest.raises((ValueError, RuntimeError), match="belongs to (another|one) training"):
+        with pytest.raises((ValueError, RuntimeError), match=r"belongs to (another|one) training"):
             train(own)
 
 
