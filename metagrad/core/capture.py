@@ -95,6 +95,21 @@ class RandomState:
             generator.set(state)
 
 
+def entropy(*numbers: int) -> int:
+    """Return 63 bits that depend on all numbers.
+
+    References:
+        Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64).
+    """
+    state, mask = 0, 2**64 - 1
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & mask
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
+        state ^= state >> 31
+    return state >> 1
+
+
 _cuda = torch.backends.cuda
 _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from metagrad.core.capture import entropy
 from metagrad.core.checks import refuse
 from metagrad.core.tree import Tree, dissect, tree_leaves
-
-_64_BITS = 2**64 - 1
 
 
 class Stream:
@@ -52,35 +51,20 @@ class Stream:
 
     def _permutation(self, epoch: int) -> Tensor:
         if self._epoch is None or self._epoch[0] != epoch:
-            generator = torch.Generator().manual_seed(_entropy(self.seed, epoch))
+            generator = torch.Generator().manual_seed(entropy(self.seed, epoch))
             self._epoch = epoch, torch.randperm(self.size, generator=generator)
         return self._epoch[1]
 
 
 def seed_step(seed: int, t: int, part: int) -> None:
     """Seed the global generators of torch, NumPy and Python for a part of step ``t``."""
-    number = _entropy(seed, t, part)
+    number = entropy(seed, t, part)
     # torch.manual_seed formats a stack trace if CUDA is not in use
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
     random.seed(number)
     np.random.seed(number % 2**32)
-
-
-def _entropy(*numbers: int) -> int:
-    """Return 63 bits that depend on all numbers.
-
-    References:
-        Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64).
-    """
-    state = 0
-    for number in numbers:
-        state = (state ^ number) + 0x9E3779B97F4A7C15 & _64_BITS
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _64_BITS
-        state ^= state >> 31
-    return state >> 1
 
 
 class Examples:

@@ -22,6 +22,7 @@ from metagrad.curvature.solvers.solution import Result
 from metagrad.optim.newton.vector import (
     VectorOptimizer,
     flat,
+    loss_of_before,
     scalar_of,
     split,
     without_gradients,
@@ -30,7 +31,6 @@ from metagrad.optim.second_order.curvature_optimizer import (
     LossGraph,
     LossRecorder,
     WeightedLoss,
-    loss_of_before,
     options_of,
 )
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsWithGrad, as_number

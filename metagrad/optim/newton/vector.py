@@ -14,7 +14,7 @@ from metagrad.core.capture import RandomState
 from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import exchanged, own_buffers
 from metagrad.core.tree import Params, widened
-from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, loss_of_before
+from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer
 from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad, as_number
 
 
@@ -157,6 +157,14 @@ class VectorOptimizer(CurvatureOptimizer):
         if not isinstance(lr, Tensor) or float(g.dot(scaled)) <= 0:
             return scaled
         return lr[lr > 0].min() * d
+
+
+def loss_of_before(name: str) -> RuntimeError:
+    """Return the error for a closure that does not compute its loss at every call."""
+    return RuntimeError(
+        f"{name}.step(closure): the closure is called again at other parameters, and must compute the loss anew at "
+        "every call. Call the model and the loss function inside the closure, before loss.backward()."
+    )
 
 
 def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import averaging_wrapper
+from metagrad.core.capture import entropy
 from metagrad.core.checks import check_count, check_function
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import every_order
@@ -126,14 +127,6 @@ def accumulate(leaf: Tensor, gradient: Tensor) -> None:
     hooks: dict[int, Any] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
     for hook in (hooks or {}).values():
         hook(leaf)
-
-
-def loss_of_before(name: str) -> RuntimeError:
-    """Return the error for a closure that does not compute its loss at every call."""
-    return RuntimeError(
-        f"{name}.step(closure): the closure is called again at other parameters, and must compute the loss anew at "
-        "every call. Call the model and the loss function inside the closure, before loss.backward()."
-    )
 
 
 class CurvatureOptimizer(RuleOptimizer):
@@ -254,13 +247,8 @@ class CurvatureOptimizer(RuleOptimizer):
                 "opt.backward(scaler.scale(loss)), then scaler.step(opt)."
             )
         check_function(f"{type(self).__name__}.step(closure)", "closure", closure)
-        try:
-            with torch.enable_grad(), self.recording():
-                return closure()
-        except RuntimeError as error:
-            if "backward through the graph a second time" not in str(error):
-                raise
-            raise loss_of_before(type(self).__name__) from error
+        with torch.enable_grad(), self.recording():
+            return closure()
 
     def _move(self) -> None:
         self._refuse_averaged()
@@ -307,7 +295,10 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _is_curvature_due(self) -> bool:
         """Return whether this step computes curvature."""
-        return any(group["step"] % group.get("curvature_every", 1) == 0 for group in self.param_groups)
+        return any(map(self._is_due, self.param_groups))
+
+    def _is_due(self, group: Group) -> bool:
+        return group["step"] % group.get("curvature_every", 1) == 0
 
     def _backward_with_curvature(
         self,
@@ -316,7 +307,8 @@ class CurvatureOptimizer(RuleOptimizer):
         retain_graph: bool | None,
         inputs: Tensor | Sequence[Tensor] | None,
     ) -> None:
-        leaves = leaves_behind(loss) if inputs is None else _as_list(inputs)
+        given = [inputs] if isinstance(inputs, Tensor) else inputs
+        leaves = leaves_behind(loss) if given is None else list(given)
         if self.differentiates_twice and "_is_linted" not in self.__dict__:
             refuse_defects(f"{type(self).__name__}.backward(loss)", loss, leaves)
             self._is_linted = True
@@ -388,14 +380,11 @@ def _weighted(loss: Tensor, gradient: Tensor | None, parts: Sequence[RecordedLos
     return [WeightedLoss(part.known, weight) for part, weight in pairs if weight is not None]
 
 
-def _as_list(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [inputs] if isinstance(inputs, Tensor) else list(inputs)
+Generators: TypeAlias = Callable[[torch.device], torch.Generator]
+"""A function of a device to the generator of its random numbers."""
 
 
-_MASK = 2**64 - 1
-
-
-def generators_of(seed: int, step: int) -> Callable[[torch.device], torch.Generator]:
+def generators_of(seed: int, step: int) -> Generators:
     """Return a function of a device to its generator, whose state follows from a seed and the number of a step.
 
     So there is no state of a generator to save. A resumed run, a copy of an optimizer, and every micro-batch of one
@@ -405,20 +394,25 @@ def generators_of(seed: int, step: int) -> Callable[[torch.device], torch.Genera
 
     def generator(device: torch.device) -> torch.Generator:
         if device not in made:
-            made[device] = torch.Generator(device).manual_seed(mixed(seed, step))
+            made[device] = torch.Generator(device).manual_seed(entropy(seed, step))
         return made[device]
 
     return generator
 
 
-def mixed(seed: int, step: int) -> int:
-    """Mix two numbers into one of 63 bits, such that seeds of neighboring numbers are unrelated.
-
-    References:
-        The finalizer of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
-        2014, figure 15, with the constants of Stafford's variant 13.
-    """
-    z = (seed + (step + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (z ^ (z >> 31)) >> 1
+def label_gradients(
+    losses: Sequence[WeightedLoss],
+    params: Sequence[Tensor],
+    generator: Generators,
+    samples: int = 1,
+    *,
+    retain_graph: bool,
+) -> Iterator[tuple[Tensor, tuple[Tensor | None, ...]]]:
+    """Yield the sign of the weight of each loss, and the gradients of the loss for labels drawn from the model."""
+    last = samples * len(losses) - 1
+    for index in range(last + 1):
+        loss, weight = losses[index % len(losses)]
+        score = (weight.abs().sqrt() * loss.score(generator(loss.output.device))).detach()
+        keep = retain_graph or index < last
+        found = torch.autograd.grad(loss.output, params, score, retain_graph=keep, allow_unused=True)
+        yield weight.sign(), found

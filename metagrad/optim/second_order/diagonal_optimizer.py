@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +14,16 @@ from metagrad.core.checks import warn
 from metagrad.core.tree import widened
 from metagrad.optim.second_order.curvature_optimizer import (
     CurvatureOptimizer,
+    Generators,
     LossGraph,
     WeightedLoss,
     generators_of,
+    label_gradients,
 )
 from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
 from metagrad.optim.torch_optim.state import PendingUpdate
 from metagrad.sparse.tables.row_sparse import RowSparse
-
-Generators: TypeAlias = Callable[[torch.device], torch.Generator]
-"""A function of a device to the generator of its random numbers."""
 
 
 def signs_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -87,15 +86,10 @@ def gauss_newton_diagonal(
         Liu et al., "Sophia", ICLR 2024, section 2.3; the identity is Bartlett's.
     """
     totals = [torch.zeros_like(widened(p)) for p in params]
-    last = samples * len(losses) - 1
-    for index in range(samples * len(losses)):
-        loss, weight = losses[index % len(losses)]
-        score = (weight.abs().sqrt() * loss.score(generator(loss.output.device))).detach()
-        keep = retain_graph or index < last
-        found = torch.autograd.grad(loss.output, params, score, retain_graph=keep, allow_unused=True)
+    for sign, found in label_gradients(losses, params, generator, samples, retain_graph=retain_graph):
         for total, g in zip(totals, found, strict=True):
             if g is not None:  # in float32: in float16 the squares of small numbers are zero
-                total += weight.sign() * widened(g).square() / samples
+                total += sign * widened(g).square() / samples
     return totals
 
 
@@ -140,9 +134,6 @@ class DiagonalOptimizer(CurvatureOptimizer):
                 f"{type(self).__name__}(params): one estimate is of all groups, so samples must be the same in all, "
                 f"got {first['samples']} and {group['samples']}."
             )
-
-    def _is_due(self, group: Group) -> bool:
-        return group["step"] % group.get("curvature_every", 1) == 0
 
     def _observe(self, graph: LossGraph) -> None:
         due = [p for group in self.param_groups if self._is_due(group) for p in group["params"]]

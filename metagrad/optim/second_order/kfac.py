@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from metagrad.core._torch import averaging_wrapper, linalg
+from metagrad.core._torch import averaging_wrapper, current_graph_task, linalg
 from metagrad.core.checks import check_choice, check_count, is_a, refuse
 from metagrad.core.tree import Params
 from metagrad.curvature.kronecker.factors import (
@@ -29,6 +29,7 @@ from metagrad.optim.second_order.curvature_optimizer import (
     CurvatureOptimizer,
     LossGraph,
     generators_of,
+    label_gradients,
     options_of,
 )
 from metagrad.optim.torch_optim.optimizer import FAILED_FACTORIZATIONS, Group
@@ -43,17 +44,11 @@ class LayerCall:
         has_bias: True if the bias is trained with the weight.
         gradient: Gradient of the output, summed over the backward passes that wrote the gradient of the weight. None
             before the first such pass.
-        open_before: Earlier calls of the layer that had no gradient yet when this call was made.
     """
 
-    def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[LayerCall], *, has_bias: bool) -> None:
+    def __init__(self, inputs: Tensor, *, has_bias: bool) -> None:
         self.inputs, self.has_bias = inputs, has_bias
         self.gradient: Tensor | None = None
-        self.open_before = open_before
-
-    def overlaps(self, other: LayerCall) -> bool:
-        """Return whether both calls ran before either one received a gradient."""
-        return self in other.open_before or other in self.open_before
 
 
 class LayerHook:
@@ -224,7 +219,6 @@ class KFAC(CurvatureOptimizer):
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._handles: list[RemovableHandle] = []
         self._places: dict[Tensor, int] = {}  # the group of each parameter
-        self._waiting: dict[str, weakref.WeakSet[LayerCall]] = {}
         self._initialize(model.named_parameters() if params is None else params, defaults)
         own = {p for group in self.param_groups for p in group["params"]}
         layers = known_layers("KFAC(model)", model, own).values()
@@ -241,7 +235,6 @@ class KFAC(CurvatureOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._waiting = {}
         if self._handles:
             _remove(self._handles)  # the inert ones of the copied model
             self._set_hooks()
@@ -276,16 +269,12 @@ class KFAC(CurvatureOptimizer):
         group = self._group_of(self._layers[name].weight)
         if group is None or not inputs.numel():  # no examples have no mean
             return None
-        if group["step"] % group["curvature_every"] and not self._lacks_factors(name):
+        if not self._is_due(group) and not self._lacks_factors(name):
             return None
         if name in self._calls and not group["eigen"]:  # only sums of an earlier micro-batch are kept
             self._sums[name] = self._sums.get(name, NO_SUMS).plus(self._rows(name))
             del self._calls[name]
-        waiting = self._waiting.setdefault(name, weakref.WeakSet())
-        has_bias = self._trains_bias(self._layers[name])
-        call = LayerCall(inputs.detach(), weakref.WeakSet(waiting), has_bias=has_bias)
-        waiting.add(call)
-        return call
+        return LayerCall(inputs.detach(), has_bias=self._trains_bias(self._layers[name]))
 
     def _returned(self, name: str, call: LayerCall, gradient: Tensor) -> None:
         """Take the gradient of a call's output. It counts once the backward pass writes the weight's gradient."""
@@ -295,15 +284,16 @@ class KFAC(CurvatureOptimizer):
             for dropped in self._calls.pop(name, ()):
                 dropped.gradient = None
             self._sums.pop(name, None)
-        pending = [self._pending[name][0]] if name in self._pending else []
-        if any(call.overlaps(other) for other in self._calls.get(name, []) + pending):
+        task = current_graph_task()
+        other, task_of_other = self._latest.get(name, (call, task))
+        if other is not call and task_of_other == task:
             raise ValueError(
                 f"KFAC: the layer of {name!r} was called twice in one backward pass, and the factors of shared "
                 "layers are not known. Use a layer of its own for each call, call backward() for each micro-batch, "
                 "or use another optimizer."
             )
+        self._latest[name] = call, task
         self._pending[name] = call, gradient
-        self._waiting[name].discard(call)
         if self._draws:
             self._accumulated(name)
 
@@ -347,6 +337,9 @@ class KFAC(CurvatureOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._calls: dict[str, list[LayerCall]] = {}
+        self._latest: dict[
+            str, tuple[LayerCall, int]
+        ] = {}  # the last call with a gradient, and its backward pass
         self._pending: dict[str, tuple[LayerCall, Tensor]] = {}
         self._sums: dict[str, Sums] = {}
         self._draws = False
@@ -367,10 +360,8 @@ class KFAC(CurvatureOptimizer):
             return
         self._draws = True
         try:
-            for index, (known, weight) in enumerate(graph.losses):
-                score = (weight.abs().sqrt() * known.score(generator(known.output.device))).detach()
-                keep = graph.retain_graph or index + 1 < len(graph.losses)
-                torch.autograd.grad(known.output, weights, score, retain_graph=keep, allow_unused=True)
+            for _ in label_gradients(graph.losses, weights, generator, retain_graph=graph.retain_graph):
+                pass  # the hooks take the gradients of the outputs
         finally:
             self._draws = False
 

@@ -8,12 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from metagrad.optim.second_order.curvature_optimizer import LossGraph, options_of
-from metagrad.optim.second_order.diagonal_optimizer import (
-    DiagonalOptimizer,
-    Generators,
-    gauss_newton_diagonal,
-)
+from metagrad.optim.second_order.curvature_optimizer import Generators, LossGraph, options_of
+from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer, gauss_newton_diagonal
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
 
 
