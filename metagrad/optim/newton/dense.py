@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,8 +70,6 @@ class Residuals(Gaussian):
     def columns(self, params: Params) -> Tensor:
         """Return the columns of the Jacobian for some parameters."""
         own = self.moving
-        if list(own) == list(params):
-            return self.rows
         parts = dict(zip(own, self.rows.split([p.numel() for p in own.values()], 1), strict=True))
         return torch.cat([parts[name] for name in params], 1)
 
@@ -124,13 +122,6 @@ class _SumOfSquares(Function):
         )
 
 
-class Term(NamedTuple):
-    """Residuals in a loss, and the derivative of the loss with respect to their mean square."""
-
-    residuals: Residuals
-    weight: float
-
-
 class DenseSystem:
     r"""The Gauss-Newton system of residuals, solved in the smaller of its two spaces.
 
@@ -140,7 +131,7 @@ class DenseSystem:
     :math:`J^\top J` squares the condition number of :math:`J`.
 
     Args:
-        terms: The residuals.
+        terms: The residuals in a loss, each with the derivative of the loss with respect to their mean square.
         params: The parameters that are updated, by name.
         g: Gradient of the objective, ``[n]``.
         decay: Factor of the parameters' penalty.
@@ -152,12 +143,18 @@ class DenseSystem:
     """
 
     def __init__(
-        self, terms: Sequence[Term], params: Params, g: Tensor, decay: float, moves: Tensor | None = None
+        self,
+        terms: Sequence[tuple[Residuals, float]],
+        params: Params,
+        g: Tensor,
+        decay: float,
+        moves: Tensor | None = None,
     ) -> None:
-        self._terms, self._params, self._g, self._decay = terms, params, g.double(), decay
-        self._roots = [_root(term) for term in terms]
-        self.values = self._scaled([term.residuals.output.detach() for term in terms])
-        parts = [term.residuals.columns(params).double() for term in terms]
+        self._params, self._g, self._decay = params, g.double(), decay
+        self._residuals = [residuals for residuals, _ in terms]
+        self._roots = [_root(*term) for term in terms]
+        self.values = self._scaled([residuals.output.detach() for residuals in self._residuals])
+        parts = [residuals.columns(params).double() for residuals in self._residuals]
         self.rows = torch.cat([root[:, None] * rows for root, rows in zip(self._roots, parts, strict=True)])
         if moves is not None:
             self.rows *= moves
@@ -208,7 +205,7 @@ class DenseSystem:
     def at(self, w: Tensor) -> Tensor:
         """Return the scaled residuals at a vector of parameters."""
         values = {key: part.to(self._params[key].dtype) for key, part in split(w, self._params).items()}
-        return self._scaled([term.residuals.at(values) for term in self._terms])
+        return self._scaled([residuals.at(values) for residuals in self._residuals])
 
     def loss(self, w: Tensor) -> float:
         """Return the loss of the residuals at a vector of parameters."""
@@ -228,8 +225,7 @@ class DenseSystem:
         return bool(((self.rows.mT @ self.values - self._g).abs() <= rounding).all())
 
 
-def _root(term: Term) -> Tensor:
+def _root(residuals: Residuals, weight: float) -> Tensor:
     """Return the square root of the loss curvature for each residual, float64 ``[residuals]``."""
-    output = term.residuals.output
-    curvature = term.residuals.hessian_product(torch.ones_like(output)).detach()
-    return (term.weight * curvature.double()).sqrt().reshape(-1)
+    curvature = residuals.hessian_product(torch.ones_like(residuals.output)).detach()
+    return (weight * curvature.double()).sqrt().reshape(-1)

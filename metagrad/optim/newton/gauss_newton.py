@@ -18,20 +18,17 @@ from metagrad.curvature.solvers.solution import Result
 from metagrad.optim.newton.dense import (
     DenseSystem,
     Residuals,
-    Term,
     evaluated,
 )
 from metagrad.optim.newton.newton import (
     LEAST_FACTOR,
     MOST_FACTOR,
-    BackwardPass,
     NewtonCG,
     Objective,
     Problem,
 )
-from metagrad.optim.newton.vector import split
-from metagrad.optim.second_order.curvature_optimizer import RecordedLoss
-from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsWithGrad
+from metagrad.optim.second_order.curvature_optimizer import BackwardPass, RecordedLoss
+from metagrad.optim.torch_optim.optimizer import ParameterGroups, ParamsWithGrad
 from metagrad.optim.torch_optim.state import PendingUpdate
 
 _REFUSALS = 60  # maximum number of rejected steps in one call of ``step``
@@ -234,9 +231,6 @@ class GaussNewton(NewtonCG):
         noted += RecordedLoss.of(value, known)
         return value
 
-    def _matrix(self, group: Group) -> str:
-        return group["matrix"]
-
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
         group, call = self.param_groups[index], "GaussNewton(params)"
@@ -254,24 +248,26 @@ class GaussNewton(NewtonCG):
         else:
             yield self._dense_update(problem, terms)
 
-    def _terms(self, problem: Problem) -> list[Term] | None:
+    def _terms(self, problem: Problem) -> list[tuple[Residuals, float]] | None:
         """Return the residuals of a dense system, or None for conjugate gradients."""
         solver = self.param_groups[0]["solver"]
         if solver == "cg":
             return None
         losses = [loss for one in self._passes or () for loss in one.losses]
-        residuals = [Term(known, float(weight)) for known, weight in losses if isinstance(known, Residuals)]
+        residuals = [(known, float(weight)) for known, weight in losses if isinstance(known, Residuals)]
         reason = self._without_dense(problem, residuals, len(losses))
         if reason is not None and solver == "dense":
             raise ValueError(f'GaussNewton(solver="dense").step: {reason}, or set solver="auto".')
-        are_few = all(term.residuals.are_few for term in residuals)
+        are_few = all(known.are_few for known, _ in residuals)
         return residuals if reason is None and (are_few or solver == "dense") else None
 
-    def _without_dense(self, problem: Problem, terms: list[Term], num_losses: int) -> str | None:
+    def _without_dense(
+        self, problem: Problem, terms: list[tuple[Residuals, float]], num_losses: int
+    ) -> str | None:
         """Return why there is no dense system, and what to do."""
         if not terms or len(terms) < num_losses:
             return "the rows of a loss of known form are not known. Compute it by opt.residuals(fn, *data)"
-        if any(term.weight < 0 for term in terms):
+        if any(weight < 0 for _, weight in terms):
             return "a sum of squares has a negative weight. Make all weights positive"
         if isinstance(problem.decay, Tensor) or isinstance(self._column("damping", problem.params), Tensor):
             return "groups differ in damping or weight_decay. Give all groups the same"
@@ -279,10 +275,10 @@ class GaussNewton(NewtonCG):
             return "curvature=, GradScaler and maximize need products. Leave them out"
         return None
 
-    def _dense_update(self, problem: Problem, terms: list[Term]) -> PendingUpdate:
+    def _dense_update(self, problem: Problem, terms: list[tuple[Residuals, float]]) -> PendingUpdate:
         """Factorize with more and more damping until a step descends."""
         params, group, lr = problem.params, self.param_groups[0], problem.lr
-        number, factor, added, _ = self._resumed(params)
+        factor, added, _ = self._resumed(params)
         system = DenseSystem(
             terms, params, problem.g, float(problem.decay), lr != 0 if isinstance(lr, Tensor) else None
         )
@@ -292,19 +288,8 @@ class GaussNewton(NewtonCG):
         run = self._descended(problem, system, objective, base * factor + added)
         factor, added = (run.damping / base, 0.0) if base else (1.0, run.damping)
         factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
-        rate = float(lr.max()) if isinstance(lr, Tensor) else lr
-        told = {
-            "steps": run.solves,
-            "products": 0,
-            "ending": Result.CONVERGED.name,
-            "ratio": run.ratio,
-            "length": 0.0 if run.step is None else rate,
-            "direction": "none" if run.step is None else self.whole,
-        }
-        self._found = ((factor, added), told)
-        states = {key: {"step": number + 1, "factor": factor, "added": added} for key in params}
-        moved = {} if run.step is None else split((problem.w + run.step).to(problem.w.dtype), params)
-        return PendingUpdate(params, moved, states)
+        told = {"steps": run.solves, "products": 0, "ending": Result.CONVERGED.name, "ratio": run.ratio}
+        return self._change(problem, run.step, run.length, (factor, added), told)
 
     def _descended(
         self, problem: Problem, system: DenseSystem, objective: Objective, damping: float
@@ -317,14 +302,14 @@ class GaussNewton(NewtonCG):
                 a = system.acceleration(w, d) if group["geodesic"] else torch.zeros_like(d)
                 step = problem.lr * (d + a)
                 if not group["adapt"]:
-                    return DenseRun(step, damping, ratio, solves)
+                    return DenseRun(step, 1.0, damping, ratio, solves)
                 ratio = objective.ratio(objective.evaluate(w + step), system.predicted(problem.lr * d))
                 if ratio > 0:
                     # After a rejected step, less damping would be rejected again.
                     change = group["change"] if solves == 1 else 1.0
-                    return DenseRun(step, damping / change, ratio, solves)
+                    return DenseRun(step, 1.0, damping / change, ratio, solves)
             damping *= _MORE
-        return DenseRun(None, damping, ratio, _REFUSALS)
+        return DenseRun(w, 0.0, damping, ratio, _REFUSALS)
 
 
 def _with_graphs(one: BackwardPass) -> BackwardPass:
@@ -339,7 +324,8 @@ def _with_graphs(one: BackwardPass) -> BackwardPass:
 class DenseRun(NamedTuple):
     """A dense step and the next damping."""
 
-    step: Tensor | None  # None if no damping made the step descend
+    step: Tensor
+    length: float  # 0 if no damping made the step descend
     damping: float  # of the next step
     ratio: float  # ratio of the reductions of loss and model
     solves: int
@@ -375,13 +361,11 @@ class CustomOutputLoss(OutputLoss):
 
     def fisher_product(self, vectors: Tensor) -> NoReturn:
         """Raise ``ValueError``."""
-        self._refuse("Fisher matrix", 'Use matrix="ggn", which is the same where z are natural parameters')
+        raise ValueError(
+            "output_loss(loss_fn, output): of a loss written by hand, the Fisher matrix is not known. Use "
+            'matrix="ggn", which is the same where z are natural parameters.'
+        )
 
     def score(self, generator: torch.Generator | None) -> NoReturn:
-        """Raise ``ValueError``."""
-        self._refuse("distribution of labels", "Use one of the losses of torch.nn.functional")
-
-    def _refuse(self, what: str, remedy: str) -> NoReturn:
-        raise ValueError(
-            f"output_loss(loss_fn, output): of a loss written by hand, the {what} is not known. {remedy}."
-        )
+        """Raise ``NotImplementedError``. :class:`GaussNewton` draws no labels."""
+        raise NotImplementedError

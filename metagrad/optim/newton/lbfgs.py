@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +15,7 @@ from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import backward, linalg, to_list
 from metagrad.core.checks import check_choice, check_count
 from metagrad.core.tree import Params
-from metagrad.optim.newton.vector import VectorOptimizer, flat, split
+from metagrad.optim.newton.vector import VectorOptimizer, flat, loss_of_before, split
 from metagrad.optim.second_order.curvature_optimizer import LossRecorder, options_of
 from metagrad.optim.torch_optim.optimizer import ParameterGroups, ParamsWithGrad
 from metagrad.optim.torch_optim.state import PendingUpdate
@@ -176,6 +178,7 @@ class LBFGS(VectorOptimizer):
     """
 
     _value: float = math.nan  # of the loss at the start of a step
+    _first: weakref.ref[Tensor] | None  # what the closure returned there
     _lr: float | Tensor  # of the step in progress
     _decay: float | Tensor
     _last: dict[str, float | int] | None = None
@@ -222,12 +225,11 @@ class LBFGS(VectorOptimizer):
             super()._refuse_averaged()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        if self.state:
+        # The first call is watched for a wrapper that averages gradients.
+        with contextlib.nullcontext() if self.state else LossRecorder(backward, note_losses=False):
             result = super()._evaluated(closure)
-        else:  # the first call is watched for a wrapper that averages gradients, and no losses
-            with LossRecorder(backward, note_losses=False):
-                result = super()._evaluated(closure)
         self._value = self._loss_of(result)
+        self._first = weakref.ref(result) if isinstance(result, Tensor) else None
         return result
 
     def _loss_of(self, result: Any) -> float:
@@ -297,7 +299,9 @@ class LBFGS(VectorOptimizer):
 
     def _evaluated_at(self, params: Params, w: Tensor) -> Place:
         with self._elsewhere(params, w) as closure:
-            value = self._loss_of(closure())
+            value = self._loss_of(result := closure())
+            if self._first is not None and self._first() is result:
+                raise loss_of_before(type(self).__name__)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params.values()]
         return self._place(params, w, value, flat(grads))
 
@@ -313,9 +317,8 @@ class LBFGS(VectorOptimizer):
 
     def _resumed(self, params: Params, w: Tensor) -> tuple[int, History, tuple[Tensor, Tensor] | None]:
         """Return the number of iterations, the pairs, and the last position with its gradient, from earlier steps."""
-        states = [self.state.get(p, {}) for p in params.values()]
-        first = states[0]
-        if len({state.get("step") for state in states}) > 1 or first.get("place", w[:0]).shape != w.shape:
+        first = self._shared_states(params)[0]
+        if first.get("place", w[:0]).shape != w.shape:
             return 0, History.empty(w), None  # with other parameters, the pairs are dropped
         known: History | None = self.__dict__.get("_history")
         if known is None or known.moves is not first["moves"]:

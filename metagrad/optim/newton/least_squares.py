@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -73,6 +72,14 @@ class LeastSquares(Generic[P]):
 
     def __repr__(self) -> str:
         return f"LeastSquares({self.result.name}: loss {self.loss:.3g} after {self.steps} steps)"
+
+
+class _Point(NamedTuple):
+    """The parameters at the beginning of a step, as a vector, with the loss and the largest slope there."""
+
+    at: Tensor
+    loss: float
+    gradient: float
 
 
 class _Ended(Exception):  # noqa: N818
@@ -149,12 +156,12 @@ def least_squares(
     settings: dict[str, Any] = {"progress": None, "nonfinite": "skip", **options}
     opt = GaussNewton(list(variables.items()), **settings)
     terms = _terms(residual_fn, is_tensor=isinstance(params, Tensor))
-    before: tuple[float, Tensor] | None = None
-    loss, gradient, products, step, is_new = math.nan, math.nan, 0, 0, True
+    points: list[_Point] = []  # of the last two steps
+    products, step, is_new = 0, 0, True
     result = LeastSquaresResult.MAX_STEPS
 
     def closure() -> Tensor:
-        nonlocal before, loss, gradient, result, is_new
+        nonlocal result, is_new
         opt.zero_grad()
         parts = [opt.residuals(fn, *data, reduction="sum") for fn, *data in terms]
         value = torch.stack(parts).sum() / 2
@@ -163,12 +170,12 @@ def least_squares(
             is_new = False
             at = flat(p.detach() for p in variables.values())
             slopes = flat(torch.zeros_like(p) if p.grad is None else p.grad for p in variables.values()).abs()
-            loss, gradient = float(value.detach()), float(slopes.max()) if slopes.numel() else 0.0
-            found = _ending(opt.stats, at, before, loss, gradient, ftol, xtol, gtol)
+            gradient = float(slopes.max()) if slopes.numel() else 0.0
+            points[:] = [*points[-1:], _Point(at, float(value.detach()), gradient)]
+            found = _ending(opt.stats, points, ftol, xtol, gtol)
             if found is not None or step == max_steps:
                 result = found or LeastSquaresResult.MAX_STEPS
                 raise _Ended
-            before = (loss, at)
         return value
 
     with contextlib.suppress(_Ended):
@@ -179,6 +186,7 @@ def least_squares(
                 result = LeastSquaresResult.NON_FINITE
                 break
             products, step = products + int(opt.stats["products"]), step + 1
+    _, loss, gradient = points[-1]
     if throw and not result.is_success:
         raise SolveError(f"least_squares, after {step} steps at a loss of {loss:.3g}: {result.value}")
     values = {key: p.detach() for key, p in variables.items()}
@@ -205,25 +213,19 @@ def _terms(residual_fn: Any, *, is_tensor: bool) -> list[tuple[Any, ...]]:
 
 
 def _ending(
-    stats: dict[str, Any],
-    at: Tensor,
-    before: tuple[float, Tensor] | None,
-    loss: float,
-    gradient: float,
-    ftol: float,
-    xtol: float,
-    gtol: float,
+    stats: dict[str, Any], points: list[_Point], ftol: float, xtol: float, gtol: float
 ) -> LeastSquaresResult | None:
     """Return how a fit ends after a step, or None if it continues. The conditions are the same as in SciPy."""
+    at, loss, gradient = points[-1]
     if not torch.tensor([loss, gradient]).isfinite().all():
         return LeastSquaresResult.NON_FINITE
     if gradient <= gtol:
         return LeastSquaresResult.GRADIENT
-    if before is None:
+    if len(points) == 1:
         return None
     if stats["length"] == 0:
         return LeastSquaresResult.NO_DESCENT
-    old_loss, old = before
+    old, old_loss, _ = points[0]
     eps = torch.finfo(at.dtype).eps
     agrees = not stats["ratio"] <= _AGREES
     if agrees and old_loss - loss < max(ftol, eps) * old_loss:

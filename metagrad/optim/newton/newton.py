@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -23,17 +23,17 @@ from metagrad.optim.newton.vector import (
     VectorOptimizer,
     flat,
     loss_of_before,
-    scalar_of,
     split,
     without_gradients,
 )
 from metagrad.optim.second_order.curvature_optimizer import (
-    LossGraph,
+    BackwardPass,
     LossRecorder,
     WeightedLoss,
     options_of,
+    scalar_of,
 )
-from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, ParamsWithGrad, as_number
+from metagrad.optim.torch_optim.optimizer import ParameterGroups, ParamsWithGrad, as_number
 from metagrad.optim.torch_optim.state import PendingUpdate
 
 POOR, GOOD = 0.25, 0.75
@@ -41,17 +41,8 @@ POOR, GOOD = 0.25, 0.75
 LEAST_FACTOR, MOST_FACTOR = 1e-10, 1e10
 """Bounds of the factor that multiplies the initial damping, so that the damping can recover."""
 _SUFFICIENT = 1e-4  # share of the slope that a line search must achieve
-_HALVINGS = 30
+_SHORTEST = 2.0**-30  # the shortest length that a line search tries
 _FIRST = 0.1  # share of the curvature along a step that becomes the damping if it was 0
-
-
-class BackwardPass(NamedTuple):
-    """One call of ``backward``, whose graph is alive."""
-
-    value: Tensor  # value of the loss, 0-d
-    grads: Mapping[Tensor, Tensor]  # the gradient of each leaf
-    losses: Sequence[WeightedLoss]  # the losses of known form
-    loss: weakref.ref[Tensor] | None = None  # the tensor of the closure
 
 
 class Curvature:
@@ -225,12 +216,12 @@ class Objective:
     def searched(self, w: Tensor, step: Step, after: float) -> float:
         """Halve a step until the loss has decreased enough, and return its length, or 0."""
         length = 1.0
-        for _ in range(_HALVINGS):
-            if after <= self.before + _SUFFICIENT * length * step.slope + self.slack:
-                return length
+        while not after <= self.before + _SUFFICIENT * length * step.slope + self.slack:
+            if length <= _SHORTEST:
+                return 0.0
             length /= 2
             after = self.evaluate(w + length * step.d)
-        return length if after <= self.before + _SUFFICIENT * length * step.slope + self.slack else 0.0
+        return length
 
 
 class NewtonCG(VectorOptimizer):
@@ -385,9 +376,6 @@ class NewtonCG(VectorOptimizer):
         if not self._is_moving:  # otherwise a closure is called again, and its gradients are restored
             super().zero_grad(set_to_none)
 
-    def _matrix(self, group: Group) -> str:
-        return "hessian"
-
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
         group, call = self.param_groups[index], f"{type(self).__name__}(params)"
@@ -419,12 +407,11 @@ class NewtonCG(VectorOptimizer):
         finally:
             self._passes, self._is_moving = kept, False
 
-    def _observe(self, graph: LossGraph) -> None:
+    def _observe(self, graph: BackwardPass) -> None:
         before, params = self._passes or [], self._all_params()
         if all(p.grad is None for p in params):  # gradients of earlier passes were dropped
             before = [one for one in before if one.grads.keys().isdisjoint(params)]
-        value = scalar_of(graph.loss, graph.gradient)
-        self._passes = [*before, BackwardPass(value, graph.grads, graph.losses, weakref.ref(graph.loss))]
+        self._passes = [*before, graph]
 
     def _forget(self) -> None:
         super()._forget()
@@ -443,9 +430,14 @@ class NewtonCG(VectorOptimizer):
     def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
         """Solve the system of a step, adapt the damping, and look for a length."""
         params, group, problem = work.params, self.param_groups[0], self._problem(work)
-        number, factor, added, start = self._resumed(params)
+        factor, added, start = self._resumed(params)
         damping = factor * self._column("damping", params) + added
-        run = self._solved(problem, damping, start)
+        run = conjugate_gradients(
+            lambda v: problem.multiply(v) + damping * v,
+            -problem.g,
+            x0=None if start is None else float(group["warm_start"]) * start,
+            **{rule: group[rule] for rule in ("rtol", "progress", "max_steps")},
+        )
         step = self._step(problem, run, damping)
         length, ratio = 1.0, math.nan
         if group["adapt"]:
@@ -454,15 +446,14 @@ class NewtonCG(VectorOptimizer):
             ratio = objective.ratio(after, step.slope + step.curved / 2)
             factor, added = self._adapted(factor, added, damping, ratio, step)
             length = objective.searched(problem.w, step, after)
-        self._found = ((factor, added), self._described(run, ratio, length, problem.lr))
-        shared: dict[str, Any] = {"step": number + 1, "factor": factor, "added": added}
-        states = {key: dict(shared) for key in params}
+        products = run.products + isinstance(problem.lr, Tensor)  # one product belongs to the step
+        told = {"steps": run.steps, "products": products, "ending": run.result.name, "ratio": ratio}
+        change = self._change(problem, step.d, length, (factor, added), told)
         for key, part in split(run.x, params).items() if group["warm_start"] else ():
-            states[key]["solution"] = part
+            change.states[key]["solution"] = part
         is_finite = run.result is not Result.NON_FINITE and math.isfinite(step.curved)
         used = {"the curvature": run.x.new_tensor(0.0 if is_finite else math.nan)}
-        moved = split(problem.w + length * step.d, params) if length else {}
-        yield PendingUpdate(params, moved, states, used=used)
+        yield dataclasses.replace(change, used=used)
 
     def _problem(self, work: ParamsWithGrad) -> Problem:
         params, group = work.params, self.param_groups[0]
@@ -473,25 +464,17 @@ class NewtonCG(VectorOptimizer):
                 f"{type(self).__name__}.step: adapt=True looks at the loss at other parameters, for which it is "
                 "computed again. Call opt.step(closure), or set adapt=False."
             )
-        w, sign, matrix = flat(params.values()), -1 if group["maximize"] else 1, self._matrix(group)
+        w, sign, matrix = (
+            flat(params.values()),
+            -1 if group["maximize"] else 1,
+            group.get("matrix", "hessian"),
+        )
         lr, decay = self._column("lr", params), self._column("weight_decay", params)
         passes = self._passes if self._curved is None else self._curved
         curvature = Curvature(params, passes, matrix, self._inverse_scale())
         # The Fisher matrix is a metric, so ``maximize`` does not change its sign.
         problem = Problem(params, w, w, curvature, lr, decay, sign, 1 if matrix == "fisher" else sign)
         return problem._replace(g=problem.restricted(sign * flat(work.grads.values()) + decay * w))
-
-    def _solved(self, problem: Problem, damping: float | Tensor, start: Tensor | None) -> Solved:
-        """Solve the damped system."""
-        group = self.param_groups[0]
-        return conjugate_gradients(
-            lambda v: problem.multiply(v) + damping * v,
-            -problem.g,
-            x0=None if start is None or not group["warm_start"] else float(group["warm_start"]) * start,
-            rtol=group["rtol"],
-            progress=group["progress"],
-            max_steps=group["max_steps"],
-        )
 
     def _step(self, problem: Problem, run: Solved, damping: float | Tensor) -> Step:
         """Return the step along a solution, with the sign that descends."""
@@ -505,14 +488,27 @@ class NewtonCG(VectorOptimizer):
             curved = lr**2 * (2 * (run.model - slope) - float(x.dot(damping * x)))
         return Step(d, float(g.dot(d)), curved)
 
-    def _resumed(self, params: Params) -> tuple[int, float, float, Tensor | None]:
-        """Return the number of steps, the factor and addend of the damping, and the last solution."""
-        states = [self.state.get(p, {}) for p in params.values()]
-        if len({state.get("step") for state in states}) > 1 or "factor" not in states[0]:
-            return 0, 1.0, 0.0, None
-        is_kept = all("solution" in state for state in states)
+    def _resumed(self, params: Params) -> tuple[float, float, Tensor | None]:
+        """Return the factor and addend of the damping, and the last solution."""
+        states = self._shared_states(params)
+        is_kept = self.param_groups[0]["warm_start"] and all("solution" in state for state in states)
         solution = flat(state["solution"] for state in states) if is_kept else None
-        return states[0]["step"], states[0]["factor"], states[0]["added"], solution
+        return states[0].get("factor", 1.0), states[0].get("added", 0.0), solution
+
+    def _change(
+        self, problem: Problem, d: Tensor, length: float, damping: tuple[float, float], told: dict[str, Any]
+    ) -> PendingUpdate:
+        """Return the update that a step writes, with the factor and addend of the next damping."""
+        params, lr = problem.params, problem.lr
+        is_negative = told["ending"] == Result.NEGATIVE_CURVATURE.name
+        direction = "negative_curvature" if is_negative else self.whole
+        told["direction"] = direction if length else "none"
+        told["length"] = length * (float(lr.max()) if isinstance(lr, Tensor) else lr)
+        self._found = damping, told
+        number = self._shared_states(params)[0].get("step", 0) + 1
+        states = {key: {"step": number, "factor": damping[0], "added": damping[1]} for key in params}
+        moved = split((problem.w + length * d).to(problem.w.dtype), params) if length else {}
+        return PendingUpdate(params, moved, states)
 
     def _objective(self, problem: Problem) -> Objective:
         values = [one.value for one in self._passes or ()]
@@ -553,15 +549,3 @@ class NewtonCG(VectorOptimizer):
             squared = float(step.d.dot(step.d))
             return factor, _FIRST * abs(step.curved) / squared if squared > 0 else 0.0
         return factor, added * change
-
-    def _described(self, run: Solved, ratio: float, length: float, lr: float | Tensor) -> dict[str, Any]:
-        is_negative = run.result is Result.NEGATIVE_CURVATURE
-        direction = "negative_curvature" if is_negative else self.whole
-        return {
-            "steps": run.steps,
-            "products": run.products + isinstance(lr, Tensor),  # one product belongs to the step
-            "ending": run.result.name,
-            "ratio": ratio,
-            "length": length * (float(lr.max()) if isinstance(lr, Tensor) else lr),
-            "direction": direction if length else "none",
-        }

@@ -51,7 +51,6 @@ class VectorOptimizer(CurvatureOptimizer):
     _modules: Sequence[
         nn.Module
     ] = ()  # which it reaches. Their buffers move only in the first call of a step
-    _first_result: Any = None  # its result at the start of the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step.
@@ -69,16 +68,10 @@ class VectorOptimizer(CurvatureOptimizer):
             return super().step(closure)
         finally:
             del self._closure, self._random
-            self._first_result = None
-
-    def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        result = super()._evaluated(closure)
-        self._first_result = result if closure is self._closure else self._first_result
-        return result
 
     @contextlib.contextmanager
     def _elsewhere(self, params: Params, w: Tensor) -> Generator[Callable[[], Any]]:
-        """Call the closure at other values of the parameters, and return its result."""
+        """Yield the closure, to call it at other values of the parameters."""
         assert self._closure is not None
         values = {
             p: value.to(p.dtype) for p, value in zip(params.values(), split(w, params).values(), strict=True)
@@ -90,20 +83,7 @@ class VectorOptimizer(CurvatureOptimizer):
             exchanged(values),
             torch.enable_grad(),
         ):
-            yield self._called_again
-
-    def _called_again(self) -> Any:
-        """Call the closure again, at other parameters."""
-        assert self._closure is not None
-        try:
-            result = self._closure()
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # out of memory, say
-                raise
-            raise loss_of_before(type(self).__name__) from error
-        if isinstance(result, Tensor) and result is self._first_result:
-            raise loss_of_before(type(self).__name__)
-        return result
+            yield self._closure
 
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
@@ -143,6 +123,11 @@ class VectorOptimizer(CurvatureOptimizer):
             self._check_agreement(index)
         return [self._work(self.param_groups[0], {key: p for key, (_, p) in self._groups_by_name().items()})]
 
+    def _shared_states(self, params: Params) -> list[dict[str, Any]]:
+        """Return the states of parameters, or empty ones if the parameters have taken different numbers of steps."""
+        states = [self.state.get(p, {}) for p in params.values()]
+        return states if len({state.get("step") for state in states}) == 1 else [{} for _ in states]
+
     def _column(self, name: str, params: Params) -> float | Tensor:
         """Return a hyperparameter, as a vector if groups differ."""
         groups = self._groups_by_name()
@@ -165,11 +150,6 @@ def loss_of_before(name: str) -> RuntimeError:
         f"{name}.step(closure): the closure is called again at other parameters, and must compute the loss anew at "
         "every call. Call the model and the loss function inside the closure, before loss.backward()."
     )
-
-
-def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return the scalar that ``loss.backward(gradient)`` differentiates."""
-    return widened(loss.reshape(()) if gradient is None else (loss * gradient).sum()).detach()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -19,6 +20,7 @@ from metagrad.core.checks import check_count, check_function
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
+from metagrad.core.tree import widened
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
 from metagrad.distributed.exchange import is_average
@@ -82,22 +84,27 @@ class LossRecorder(Dispatch):
         return evaluated.value
 
 
-class LossGraph(NamedTuple):
-    """A loss whose graph is alive.
+class BackwardPass(NamedTuple):
+    """One call of ``backward``, whose graph is alive.
 
     Attributes:
-        loss: The tensor that is differentiated.
-        gradient: Gradient of the loss, as for ``Tensor.backward``.
+        value: The scalar that is differentiated, without its graph.
         grads: Gradient of each leaf, with its graph if the optimizer ``differentiates_gradients``.
         losses: Losses of known form in the loss, if the optimizer ``notes_losses``.
         retain_graph: True if another backward pass follows.
+        loss: The tensor of the closure.
     """
 
-    loss: Tensor
-    gradient: Tensor | None
+    value: Tensor
     grads: Mapping[Tensor, Tensor]
     losses: Sequence[WeightedLoss]
-    retain_graph: bool
+    retain_graph: bool = False
+    loss: weakref.ref[Tensor] | None = None
+
+
+def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return the scalar that ``loss.backward(gradient)`` differentiates."""
+    return widened(loss.reshape(()) if gradient is None else (loss * gradient).sum()).detach()
 
 
 def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,14 +214,13 @@ class CurvatureOptimizer(RuleOptimizer):
         Raises:
             ValueError: The loss is complex.
         """
-        self._begin_pass(loss)
         if scaler is not None:
             self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
             loss = scaler.scale(loss)  # type: ignore[assignment]
         if self._is_curvature_due():
-            self._backward_with_curvature(loss, gradient, retain_graph, inputs)
+            self._backward_with_curvature(loss, gradient, retain_graph, inputs=inputs)
         else:
-            self._losses = [*self._losses, loss.detach()]
+            self._begin_pass(loss)
             loss.backward(gradient, retain_graph, inputs=inputs)
 
     @contextlib.contextmanager
@@ -223,12 +229,7 @@ class CurvatureOptimizer(RuleOptimizer):
         if not self._is_curvature_due():
             yield
             return
-
-        def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-            self._begin_pass(loss)
-            self._backward_with_curvature(loss, gradient, retain_graph, inputs)
-
-        mode = LossRecorder(backward, note_losses=self.notes_losses)
+        mode = LossRecorder(self._backward_with_curvature, note_losses=self.notes_losses)
         self._noted = mode.losses
         try:
             with every_order() if self.differentiates_twice else contextlib.nullcontext(), mode:
@@ -288,10 +289,10 @@ class CurvatureOptimizer(RuleOptimizer):
         return 1 / float(self._scale)
 
     def _begin_pass(self, loss: Tensor) -> None:
-        """Raise for a complex loss, and drop losses whose gradients were dropped, as by ``model.zero_grad()``."""
+        """Note a loss, and drop losses whose gradients were dropped, as by ``model.zero_grad()``."""
         refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
-        if all(p.grad is None for p in self._all_params()):
-            self._losses = []
+        is_first = all(p.grad is None for p in self._all_params())
+        self._losses = [*([] if is_first else self._losses), loss.detach()]
 
     def _is_curvature_due(self) -> bool:
         """Return whether this step computes curvature."""
@@ -303,33 +304,35 @@ class CurvatureOptimizer(RuleOptimizer):
     def _backward_with_curvature(
         self,
         loss: Tensor,
-        gradient: Tensor | None,
-        retain_graph: bool | None,
-        inputs: Tensor | Sequence[Tensor] | None,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
+        self._begin_pass(loss)
         given = [inputs] if isinstance(inputs, Tensor) else inputs
         leaves = leaves_behind(loss) if given is None else list(given)
         if self.differentiates_twice and "_is_linted" not in self.__dict__:
             refuse_defects(f"{type(self).__name__}.backward(loss)", loss, leaves)
             self._is_linted = True
-        create_graph = self.differentiates_twice and self.differentiates_gradients
+        keeps = self.differentiates_twice and self.differentiates_gradients
         found = torch.autograd.grad(
-            loss, leaves, gradient, create_graph=create_graph, retain_graph=True, allow_unused=True
+            loss, leaves, gradient, create_graph=keeps, retain_graph=True, allow_unused=True
         )
         grads = {leaf: g for leaf, g in zip(leaves, found, strict=True) if g is not None}
         losses = _weighted(loss, gradient, self._noted or ())
-        self._losses = [*self._losses, loss.detach()]
         outputs = [part.loss.output.detach() for part in losses]
         if is_finite(outputs):
             if self.notes_losses and not losses and not grads.keys().isdisjoint(self._all_params()):
                 raise ValueError(unknown_loss(type(self).__name__))
-            self._observe(LossGraph(loss, gradient, grads, losses, bool(retain_graph)))
+            value = scalar_of(loss, gradient)
+            self._observe(BackwardPass(value, grads, losses, bool(retain_graph), weakref.ref(loss)))
         else:  # labels cannot be sampled from NaN, and the step is skipped
             self._losses = [*self._losses, *outputs]
         for leaf, g in grads.items():
             accumulate(leaf, g)
 
-    def _observe(self, graph: LossGraph) -> None:
+    def _observe(self, graph: BackwardPass) -> None:
         """Compute the curvature from a graph, and add it to the results since the last step."""
         raise NotImplementedError
 

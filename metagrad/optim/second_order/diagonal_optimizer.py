@@ -13,9 +13,9 @@ from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.checks import warn
 from metagrad.core.tree import widened
 from metagrad.optim.second_order.curvature_optimizer import (
+    BackwardPass,
     CurvatureOptimizer,
     Generators,
-    LossGraph,
     WeightedLoss,
     generators_of,
     label_gradients,
@@ -110,15 +110,17 @@ class DiagonalOptimizer(CurvatureOptimizer):
         return signs_like(like, generator)
 
     def _diagonal(
-        self, samples: int, params: Sequence[Tensor], graph: LossGraph, generator: Generators
+        self, samples: int, params: Sequence[Tensor], graph: BackwardPass, generator: Generators
     ) -> list[Tensor]:
         """Return the estimate for each parameter."""
-
-        def draw(like: Tensor) -> Tensor:
-            return self._draw(like, generator(like.device))
-
         grads = [graph.grads[p] for p in params]
-        return hessian_diagonal(params, grads, draw, samples, retain_graph=graph.retain_graph)
+        return hessian_diagonal(
+            params,
+            grads,
+            lambda like: self._draw(like, generator(like.device)),
+            samples,
+            retain_graph=graph.retain_graph,
+        )
 
     def _moved(
         self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any
@@ -135,7 +137,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
                 f"got {first['samples']} and {group['samples']}."
             )
 
-    def _observe(self, graph: LossGraph) -> None:
+    def _observe(self, graph: BackwardPass) -> None:
         due = [p for group in self.param_groups if self._is_due(group) for p in group["params"]]
         params, estimates = [p for p in due if p in graph.grads], dict(self._estimates or {})
         for index in range(len(self.param_groups)):

@@ -26,8 +26,8 @@ from metagrad.curvature.kronecker.layers import Layer, input_rows, known_layers,
 from metagrad.distributed.exchange import AVERAGED
 from metagrad.optim.per_parameter import check_real
 from metagrad.optim.second_order.curvature_optimizer import (
+    BackwardPass,
     CurvatureOptimizer,
-    LossGraph,
     generators_of,
     label_gradients,
     options_of,
@@ -351,7 +351,7 @@ class KFAC(CurvatureOptimizer):
         trained = (name for name, w in weights.items() if w.requires_grad and self._group_of(w) is not None)
         return super()._is_curvature_due() or any(map(self._lacks_factors, trained))
 
-    def _observe(self, graph: LossGraph) -> None:
+    def _observe(self, graph: BackwardPass) -> None:
         """Sample labels, and send the gradients of their losses through the hooks of the layers."""
         first = self.param_groups[0]
         generator = generators_of(first["seed"], first["step"])

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from metagrad.optim.second_order.curvature_optimizer import Generators, LossGraph, options_of
+from metagrad.optim.second_order.curvature_optimizer import BackwardPass, Generators, options_of
 from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer, gauss_newton_diagonal
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
 
@@ -158,7 +158,7 @@ class SophiaG(SophiaH):
         super().__init__(params, lr, gamma=gamma, samples=samples, **more)
 
     def _diagonal(
-        self, samples: int, params: Sequence[Tensor], graph: LossGraph, generator: Generators
+        self, samples: int, params: Sequence[Tensor], graph: BackwardPass, generator: Generators
     ) -> list[Tensor]:
         return gauss_newton_diagonal(
             params, graph.losses, generator, samples, retain_graph=graph.retain_graph

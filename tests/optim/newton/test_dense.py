@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call, grad, jvp
 
 from metagrad.optim import GaussNewton, least_squares
-from metagrad.optim.newton.dense import DenseSystem, Residuals, Term
+from metagrad.optim.newton.dense import DenseSystem, Residuals
 from tests.optim.torch_optim.cases import run
 
 F64 = torch.float64
@@ -88,7 +88,7 @@ def test_the_acceleration_is_that_of_the_second_directional_derivative():
     known = known.with_graph()
     rows = torch.func.jacrev(all_of)(w.detach()) * 2**0.5
     r = out * 2**0.5
-    system = DenseSystem([Term(known, 1.0)], {"w": w}, rows.T @ r, 0.0)
+    system = DenseSystem([(known, 1.0)], {"w": w}, rows.T @ r, 0.0)
     damping = 30.0
     assert system.factorize(damping)
     d = system.direction()

@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.optim import LBFGS, GaussNewton, NewtonCG
-from tests.optim.second_order.problems import (
-    classic_start,
-    rosenbrock,
-)
+from tests.optim.second_order.problems import classic_start, rosenbrock
 from tests.optim.torch_optim.cases import (
     assert_equal,
     batch,

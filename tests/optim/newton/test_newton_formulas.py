@@ -9,7 +9,8 @@ from torch import nn
 
 from metagrad.curvature import ParameterSpace, Result
 from metagrad.optim import GaussNewton, NewtonCG
-from metagrad.optim.newton.newton import BackwardPass, Curvature, conjugate_gradients
+from metagrad.optim.newton.newton import Curvature, conjugate_gradients
+from metagrad.optim.second_order.curvature_optimizer import BackwardPass
 from tests.curvature.maps import matrix as matrix_of
 from tests.optim.second_order.problems import (
     I3,

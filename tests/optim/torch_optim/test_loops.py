@@ -137,7 +137,7 @@ def test_a_closure_whose_loss_was_computed_outside_of_it_is_refused(case):
             return loss
 
         # The graph is freed after a step, which torch reports by itself.
-        reasons = rf"{case.name}.*(anew at every call|no curvature|inside the closure)|second time"
+        reasons = "anew at every call|no curvature|inside the closure|call it every time|second time"
         with pytest.raises((RuntimeError, ValueError), match=reasons):
             [opt.step(closure) for _ in range(2)]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from metagrad.core.capture import entropy
 from metagrad.optim import KFAC, NewtonCG, Shampoo, SparseAdam
-from metagrad.optim.second_order.curvature_optimizer import mixed
 from tests.optim.torch_optim.cases import (
     assert_equal,
     classification,
@@ -126,7 +126,7 @@ def test_without_a_seed_it_is_torchs(case):
 
 
 def test_steps_and_seeds_mix_without_collisions():
-    numbers = {mixed(seed, step) for seed in range(100) for step in range(100)}
+    numbers = {entropy(seed, step) for seed in range(100) for step in range(100)}
     assert len(numbers) == 10000
     assert all(0 <= number < 2**63 for number in numbers)
 
