@@ -19,17 +19,16 @@ from metagrad.training import Trained
 
 @dataclasses.dataclass(frozen=True)
 class TracIn:
-    r"""The product of the gradients of metrics and examples, summed over checkpoints of the training.
+    r"""Dot product of metric gradients and example gradients, summed over checkpoints of the training.
 
     .. math:: -\sum_c \frac{T \eta_c}{C n} \langle \nabla m_j(\theta_c), \nabla \ell_i(\theta_c) \rangle
 
-    The checkpoints are evenly spaced, and the last checkpoint is the trained model. :math:`\eta_c` is the learning
-    rate of the functional optimizer if it is a number for each step, and 1 in other cases. Class weights multiply
-    :math:`\ell_i`. It is a method of :func:`~metagrad.attribution.attribute`.
+    The checkpoints are evenly spaced, and the last checkpoint is the trained model. :math:`\eta_c` is the
+    learning rate at checkpoint c if the functional optimizer has a number for each step, and 1 otherwise.
+    Class weights multiply :math:`\ell_i`. It is a method of :func:`~metagrad.attribution.attribute`.
 
     Attributes:
-        checkpoints: Number of checkpoints, C. With 1, the score is the product of gradients at the trained
-            model.
+        checkpoints: Number of checkpoints, C. With 1, only the gradients of the trained model are used.
 
     References:
         Pruthi et al., "Estimating training data influence by tracing gradient descent", NeurIPS 2020, section 3.2.
@@ -119,7 +118,7 @@ class Influence:
     Attributes:
         damping: :math:`\gamma`.
         max_steps: Maximum number of steps for each metric.
-        fisher: The labels of EK-FAC, as for :func:`metagrad.kfac`. ``"empirical"`` accepts any loss.
+        fisher: The Fisher matrix of EK-FAC, as for :func:`metagrad.kfac`. ``"empirical"`` accepts any loss.
         method: Method of :func:`metagrad.influence`.
 
     References:

@@ -27,7 +27,7 @@ class Evaluation:
         value: The number.
         interval: Lower and upper bound.
         note: Size of the sample.
-        outcomes: The retrained models' metrics, to evaluate other scores on the same trainings, or None.
+        outcomes: Metrics of the retrained models, to evaluate other scores on the same models, or None.
     """
 
     name: str
@@ -79,8 +79,8 @@ def lds(
 ) -> Evaluation:
     """Return the linear datamodeling score: the rank correlation of predicted and retrained metrics over subsets.
 
-    Each subset drops a random share of the examples. Its training has the same order, initialization and random
-    numbers. The correlation is computed for each metric, and averaged. The interval is a bootstrap over subsets and
+    Each subset drops a random share of the examples. Retraining on it uses the same order, initialization and
+    random numbers. The correlations of the metrics are averaged. The interval is a bootstrap over subsets and
     metrics.
 
     Args:
@@ -91,7 +91,7 @@ def lds(
         drop: Share of the examples that a subset drops.
         subsets: Number of subsets.
         seed: Seed of the subsets and of the bootstrap.
-        outcomes: Earlier trainings, from :func:`retrain` or from the ``outcomes`` of another evaluation.
+        outcomes: Retrained models from :func:`retrain`, or the ``outcomes`` of another evaluation.
 
     Raises:
         ValueError: The scores are scores of tokens, or a metric is NaN.
@@ -134,8 +134,8 @@ def loo(
 ) -> Evaluation:
     """Return the rank correlation of scores with the effect of leaving out one example at a time.
 
-    An effect can be as small as 1e-5 of a metric, so train in float64. The interval is a bootstrap over examples and
-    metrics.
+    The effect of one example can be as small as 1e-5 of a metric, so train in float64. The interval is a
+    bootstrap over examples and metrics.
 
     Args:
         training: The training.
@@ -209,13 +209,13 @@ def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Smoothness:
-    """Whether a derivative predicts the effect of a finite change. :func:`metasmoothness` returns it.
+    """How well a derivative predicts the effect of a finite change. :func:`metasmoothness` returns it.
 
     Attributes:
         value: Metasmoothness, from -1 to 1. Near 1, a second change of the weights moves the parameters in
             the same direction as the first.
         slope_error: Relative error of the predicted change of the metrics along the direction, or None without
-            scores. It orders trainings better than metasmoothness does.
+            scores. It indicates better than metasmoothness how well scores predict.
         movement: Norm of the first change of the parameters, relative to the norm of the parameters.
     """
 
@@ -227,16 +227,18 @@ class Smoothness:
 def metasmoothness(
     training: Training, metrics: Metrics, scores: Scores | None = None, *, h: float = 0.1, seed: int = 0
 ) -> Smoothness:
-    r"""Return how smoothly a training depends on the weights of its examples, along one random direction.
+    r"""Return how smoothly the trained model depends on the example weights, in one random direction.
 
-    Three trainings at :math:`w, w + h v, w + 2 h v` give two changes of the parameters. Metasmoothness is the sign
-    agreement of their entries, weighted by the first change. Entries of v are :math:`\pm 1`.
+    Training with the weights :math:`w, w + h v, w + 2 h v` gives two changes of the parameters.
+    Metasmoothness measures whether their entries have the same sign, weighted by the first change. Entries of
+    v are :math:`\pm 1`.
 
     Args:
         training: The training.
         metrics: The function of :func:`metagrad.attribute`.
-        scores: Scores, to compute the slope error. Then w are the weights of the scores.
-        h: Length of a change of each weight.
+        scores: Scores, to compute the slope error. If given, w are the weights at which the scores were
+            computed.
+        h: Size of the change of each weight.
         seed: Seed of the direction.
 
     Raises:

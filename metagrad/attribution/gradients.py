@@ -1,4 +1,4 @@
-"""Gradients of metrics and of single training examples at a state of a training."""
+"""Gradients of metrics and of single training examples, at one state of a training run."""
 
 from __future__ import annotations
 

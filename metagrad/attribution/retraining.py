@@ -22,12 +22,12 @@ from metagrad.training.stream import seed_step
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """The metrics of trainings with different weights of the examples. :func:`retrain` returns them.
+    """Metrics of models that were trained with different example weights. :func:`retrain` returns them.
 
     Attributes:
-        weights: Weights of each training, ``[m, n]``.
+        weights: Example weights of each model, ``[m, n]``.
         metrics: Metrics of each trained model, ``[m, k]``.
-        params: Trained parameters, ``[m, ...]`` each, or None if they were not kept.
+        params: Trained parameters, ``[m, ...]`` each, or None if they were not returned.
     """
 
     weights: Tensor
@@ -48,7 +48,7 @@ def retrain(
         training: The training.
         weights: Weights of the examples, ``[m, n]``.
         metrics: ``metrics(model)`` calls a trained model and returns ``[k]``.
-        chunk: Maximum bytes of the states that are trained together.
+        chunk: Maximum bytes of the states of the models that are trained together.
         keep: True to return the trained parameters.
 
     Returns:
@@ -91,7 +91,7 @@ def _state_bytes(training: Training) -> int:
 
 
 def _trained(training: Training, weights: Tensor) -> list[State]:
-    """Return the final state of the training for each row of weights."""
+    """Return the final training state for each row of weights."""
     try:
         return _unstacked(_trained_together(training, weights), len(weights))
     except (RuntimeError, NotImplementedError) as error:

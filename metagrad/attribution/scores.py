@@ -28,15 +28,17 @@ class AttributionMethod(Protocol):
 class Scores:
     """The derivative of each metric with respect to the weight of each training example.
 
-    Nothing is flipped: dropping example ``i`` changes metric ``j`` by about ``-values[j, i]``. If the metrics are
-    losses, a helpful example has a negative score. :func:`attribute` returns scores.
+    A score keeps the sign of the derivative. Dropping example ``i`` changes metric ``j`` by about
+    ``-values[j, i]``. If the metrics are losses, a helpful example has a negative score. :func:`attribute`
+    returns scores.
 
     Attributes:
         values: Scores, ``[k, n]``. With weights of tokens, ``[k, n, length]``.
-        at: Weights of the training, ``[n]`` or ``[n, length]``.
+        at: Example weights at which the model was trained, ``[n]`` or ``[n, length]``.
         metrics: Metrics of the trained model, ``[k]``.
         method: The method.
-        growth: Growth of the cotangents along the training, or None. Above 1e6, float32 scores are rounding errors.
+        growth: Factor by which cotangents grew in the backward pass, or None. Above 1e6, float32 scores are
+            only rounding errors.
         is_half: True if the training used half precision.
     """
 
@@ -48,13 +50,13 @@ class Scores:
     is_half: bool = False
 
     def predict(self, weights: Tensor) -> Tensor:
-        """Predict the metrics of trainings with other weights.
+        """Predict the metrics of models that are trained with other weights.
 
         Args:
-            weights: Weights ``[n]``, or ``[m, n]`` for several trainings.
+            weights: Weights ``[n]``, or ``[m, n]`` for several models.
 
         Returns:
-            Metrics ``[k]`` or ``[m, k]``, the linear extrapolation from the weights of the training.
+            Metrics ``[k]`` or ``[m, k]``, by linear extrapolation from the weights of the training.
         """
         size = self.at.ndim
         if weights.shape[-size:] != self.at.shape:
@@ -86,11 +88,11 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """The exact derivative through the training, for all metrics in one sweep: the default of :func:`attribute`.
+    """The exact derivative through training, for all metrics in one sweep, the default of :func:`attribute`.
 
     Attributes:
-        chunk: Maximum number of metrics in a sweep. Every further sweep repeats the training. None differentiates
-            all metrics in one sweep.
+        chunk: Maximum number of metrics per sweep. Every further sweep repeats the training steps. None
+            differentiates all metrics in one sweep.
 
     References:
         Ilyas, Engstrom, "MAGIC: Near-optimal data attribution for deep learning", arXiv:2504.16430.
@@ -117,8 +119,8 @@ def attribute(trained: Trained, metrics: Metrics, method: AttributionMethod | No
 
     Raises:
         TypeError: ``trained`` is not a :class:`metagrad.training.Trained`, or the metrics are not a tensor.
-        ValueError: The metrics are not a 1-d tensor, or have no graph. The weights are weights of tokens, or unequal,
-            and the method does not support them.
+        ValueError: The metrics are not a 1-d tensor, or have no graph. The method does not support the
+            weights (unequal weights, or weights of tokens).
 
     Example:
         >>> x, y = torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [3.0]])

@@ -1,4 +1,4 @@
-"""Trainings as differentiable functions: derivatives through every step with respect to data, weights and rates."""
+"""Training as a differentiable function of data, example weights, hyperparameters and initial parameters."""
 
 from metagrad.training.training import Trained, Training
 from metagrad.training.trajectory import Report

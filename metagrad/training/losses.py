@@ -1,4 +1,4 @@
-"""The losses of single examples, from a loss function that returns these losses or their mean."""
+"""Losses of single examples, from a loss function that returns these losses or their mean."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def example_losses(loss_fn: LossFn, output: Tree, target: Tree, count: int, *, w
     """Return the losses of the examples of a batch, ``[count]`` or ``[count, ...]``.
 
     Args:
-        loss_fn: Returns the losses of the examples, or their mean as a loss of torch computes it.
+        loss_fn: Returns the losses of the examples, or their mean if it is a loss function of torch.
         output: Output of the model.
         target: Second argument of the loss.
         count: Number of examples.
-        whole: True if the batch is a whole mini-batch, which ignored targets and class weights require. None leaves
-            these losses as they are with reduction='none'.
+        whole: True if the batch is a whole mini-batch. Ignored targets and class weights require True. With
+            None, these losses have the values of reduction='none'.
 
     Raises:
         ValueError: The loss function returns something else.

@@ -85,7 +85,7 @@ def leaves_of(params: Params, inputs: Inputs) -> Leaves:
 def refuse_hidden_leaves(step: Step, inputs: Inputs, leaves: Leaves, state: State) -> None:
     """Raise ``ValueError`` if the loss depends on a tensor that requires grad but is not a leaf of the training.
 
-    Tensors that the loss makes itself are freed with its graph.
+    Tensors that are created inside the loss are freed with its graph.
     """
     if not (parts := step.parts(0)):  # another rank has all examples of the first step
         return
@@ -149,7 +149,7 @@ class PartGraph(NamedTuple):
 
 
 class Pullback:
-    """Multiplies cotangents by the transposed Jacobian of a step, and adds up the cotangents of the inputs.
+    """Multiply cotangents by the transposed Jacobian of a step, and accumulate the cotangents of the inputs.
 
     Args:
         step: The step.
@@ -159,7 +159,7 @@ class Pullback:
         count: Number of cotangents, k.
 
     Attributes:
-        total: Cotangents of the leaves so far, without the initial parameters.
+        total: Accumulated cotangents of the leaves, without the initial parameters.
     """
 
     def __init__(self, step: Step, inputs: Inputs, leaves: Leaves, wanted: Leaves, count: int) -> None:
@@ -250,7 +250,8 @@ class Pullback:
     def collected(self, params: Cotangents) -> list[Tensor | None]:
         """Return the cotangents of all leaves, given the cotangents of the initial parameters.
 
-        Updates are the same on all ranks. So only weights, data and free tensors have cotangents to sum.
+        Updates are the same on all ranks, so only the cotangents of weights, data and free tensors are
+        summed.
         """
         found, leaves = self.total._replace(params=params).flat(), self.leaves.flat()
         masks = self.wanted, self.leaves.only("params"), self.leaves.only("rule")

@@ -1,4 +1,4 @@
-"""Where the kept states of a training are: in memory, in pinned host memory, or in the files of a folder."""
+"""Storage of the states of a training run: in memory, in pinned host memory, or in the files of a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBER = 4  # bytes of a checksum
 
 
 class States(dict[int, State]):
-    """Kept states in memory, by the number of their step.
+    """States in memory, by step number.
 
     Attributes:
         losses: The losses of the steps so far.
@@ -33,7 +33,7 @@ class States(dict[int, State]):
 
 
 class PinnedStates(States):
-    """Kept states in pinned host memory, for a model on an accelerator. Copies overlap with computation."""
+    """States in pinned host memory, for a model on an accelerator. Copies overlap with computation."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cpu":
@@ -62,7 +62,7 @@ def _pinned(leaf: Any) -> Any:
 
 
 class FolderStates(MutableMapping[int, State]):
-    """Kept states in the files of a folder. A training that was interrupted resumes from them.
+    """States in the files of a folder. An interrupted training run resumes from them.
 
     Files are written to a temporary name and renamed. Each file has a checksum.
 
@@ -75,7 +75,7 @@ class FolderStates(MutableMapping[int, State]):
         losses: The losses of the steps before the last state.
 
     Raises:
-        ValueError: The folder has the states of another training, or a file is damaged.
+        ValueError: The folder has the states of another training run, or a file is damaged.
         OSError: A file cannot be written.
     """
 
@@ -132,7 +132,7 @@ class FolderStates(MutableMapping[int, State]):
 
     @property
     def reverse_path(self) -> Path:
-        """The file of an interrupted backward pass."""
+        """Path of the file of an interrupted backward pass."""
         return self.folder / "reverse.pt"
 
     def write(self, path: Path, content: dict[str, Any]) -> None:

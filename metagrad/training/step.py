@@ -1,4 +1,4 @@
-"""One step of a training as a pure function: the gradient of a mini-batch, then the optimizer."""
+"""One training step as a pure function: the gradient of a mini-batch, then the optimizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Inputs(NamedTuple):
         weights: Weights of the examples, ``[n]``, or of their terms, such as tokens, ``[n, ...]``.
         examples: The examples.
         rule: The functional optimizer.
-        places: Other tensors that require grad and that the loss, model or transform reads, with their places.
+        places: Other tensors that require grad and are read by the loss, model or transform, with their
+            places.
     """
 
     weights: Tensor
@@ -90,7 +91,7 @@ def variable(tensor: Tensor) -> Tensor:
 
 
 class Model:
-    """A model as a function of its parameters and buffers, in the modes that its modules train in.
+    """A model as a function of its parameters and buffers. Each module keeps its training mode.
 
     Args:
         model: A module in training mode. Its parameters that require grad are trained. It is never modified.

@@ -1,4 +1,4 @@
-"""The order of the examples and the random numbers of a training, as functions of the seed and the step."""
+"""Order of the examples and random numbers of a training run, as functions of the seed and the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from metagrad.core.tree import Tree, dissect, tree_leaves
 
 
 class Stream:
-    """The mini-batch of each step. Each epoch shuffles the examples by the seed and the number of the epoch.
+    """The mini-batch of each step. The order of an epoch depends on the seed and the epoch number.
 
     Args:
         size: Number of examples.
@@ -68,7 +68,7 @@ def seed_step(seed: int, t: int, part: int) -> None:
 
 
 class Examples:
-    """The examples of a training, by their indices.
+    """Training examples, accessed by index.
 
     Args:
         data: A pair ``(x, y)`` of pytrees of tensors whose first axis counts examples, or a map-style dataset of

@@ -1,4 +1,4 @@
-"""A training as a differentiable function of all tensors that require grad."""
+"""Training as a differentiable function of all tensors that require grad."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ Transform = Callable[[Tree, Tree], "tuple[Tree, Tree]"]
 
 
 class Training:
-    r"""A training of a model on mini-batches, as a differentiable function.
+    r"""Mini-batch training of a model, as a differentiable function.
 
-    Calling it trains and returns a :class:`Trained` model. The result is differentiable with respect to whatever
-    requires grad: weights of the examples, the data, hyperparameters of the functional optimizer, initial parameters,
-    and tensors that the loss reads. The derivative is exact. The model itself is never modified.
+    A call trains a copy of the model and returns it as :class:`Trained`. The result is differentiable with
+    respect to all inputs that require grad: weights of the examples, the data, hyperparameters of the
+    functional optimizer, initial parameters, and tensors that the loss reads. The derivative is exact. The
+    model itself is never modified.
 
     .. math:: \theta_{t+1} = \mathrm{update}\Big(\theta_t, \nabla_\theta \frac{1}{B} \sum_{i \in b_t} w_i \,
               \ell_i(\theta_t)\Big)
 
-    The order of the examples and all random numbers are functions of the seed and the step. The modules train in the
-    modes (training or evaluation) that they have at construction. Running statistics of batch norms are part of the
-    state, so a metric in evaluation mode has the correct derivative.
+    The order of the examples and all random numbers are functions of the seed and the step. Each module
+    trains in the mode (training or evaluation) that it has at construction. Running statistics of batch norms
+    are part of the state, so a metric in evaluation mode has the correct derivative.
 
     Args:
         model: A module in training mode. Its parameters that require grad are trained.
@@ -68,8 +69,8 @@ class Training:
         order: Indices of the examples of each step, int64 ``[steps, batch]``. They replace the shuffled
             order.
         group: Process group whose ranks share the examples of each mini-batch, such as
-            ``torch.distributed.group.WORLD``. Every rank makes the same training and the same calls, and gets the
-            same result. None computes all examples in this process.
+            ``torch.distributed.group.WORLD``. Every rank must construct the same training and make the same
+            calls. All ranks get the same result. None computes all examples in this process.
 
     Raises:
         ValueError: An argument is out of range, or the model is in evaluation mode.
@@ -169,7 +170,7 @@ class Training:
         ========= ============================= ===================================================
 
         All modes return bitwise identical results. ``"full"`` can round differently for layers such as group
-        norms, whose gradients use other kernels if they have a graph.
+        norms, because differentiable gradients use other kernels.
 
         Args:
             weights: Weights of the examples, ``[n]``, or of the terms of their losses, ``[n, ...]``. The default
@@ -179,17 +180,17 @@ class Training:
             optimizer: Another functional optimizer.
             memory: Which states are stored for the backward pass.
             states: Number of stored states. It replaces ``memory``.
-            offload: Place of the stored states. ``"cpu"`` is pinned host memory, for a model on a GPU. A path names
-                a folder for the states. If the program is interrupted, the same call resumes from the folder, also
-                within the backward pass. The result is bitwise identical.
+            offload: Storage of the states. ``"cpu"`` is pinned host memory, for a model on a GPU. A path
+                names a folder for the states. If the program is interrupted, even in the backward pass, the
+                same call resumes from the folder. The result is bitwise identical.
 
         Returns:
             The trained model.
 
         Raises:
-            ValueError: The shapes of the weights, the data or the parameters do not fit. The folder belongs to
-                another training, or a file in it is damaged. The ranks of ``group`` have different parameters,
-                weights or metrics.
+            ValueError: The shapes of the weights, the data or the parameters do not fit. The folder belongs
+                to another training run, or a file in it is damaged. The ranks of ``group`` have different
+                parameters, weights or metrics.
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
@@ -223,7 +224,7 @@ class Training:
         params: Params | None = None,
         optimizer: Rule | None = None,
     ) -> Plan:
-        """Return the stored states and the number of steps, without running the training.
+        """Return how many states are stored and how many steps run, without training.
 
         Args:
             memory: Which states are stored, as in :meth:`__call__`.
@@ -287,13 +288,13 @@ class Trained:
 
     Attributes:
         training: The training, a :class:`metagrad.Training`.
-        trajectory: The states that backward passes begin with.
+        trajectory: Stored states. Backward passes start from them.
         params: Trained parameters by name.
         buffers: Buffers by name, such as running statistics.
         losses: The loss of each step, ``[steps]``.
         optimizer_state: State of the functional optimizer, without a graph.
         weights: The weights of the examples.
-        report: States, bytes and repeated steps of the training and its backward passes.
+        report: Stored states, bytes, and the number of steps that backward passes repeated.
     """
 
     def __init__(self, training: Training, trajectory: Trajectory) -> None:
@@ -333,20 +334,22 @@ class Trained:
         *,
         chunk: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Differentiate several metrics of the trained model in one sweep back through the training.
+        """Differentiate several metrics of the trained model in one backward sweep through training.
 
         Args:
             metrics: ``metrics(trained)`` returns ``[k]``. The argument of ``metrics`` is a function that
                 calls the trained model.
-            wrt: ``"weights"``, ``"data"``, ``"params"``, ``"rule"`` or ``"free"``. These are the initial parameters,
-                the hyperparameters of the optimizer, and other tensors that the loss reads.
-            chunk: Maximum number of metrics of a sweep. Every further sweep repeats the training.
+            wrt: ``"weights"``, ``"data"``, ``"params"`` (initial parameters), ``"rule"`` or ``"free"``.
+                ``"rule"`` means the hyperparameters of the optimizer, and ``"free"`` means other tensors that
+                the loss reads.
+            chunk: Maximum number of metrics per sweep. Every further sweep repeats the training steps.
 
         Returns:
             The metrics ``[k]``, and their derivatives, ``[k, *shape]`` for each tensor.
 
         Raises:
-            ValueError: ``metrics`` does not return ``[k]``, or its result has no graph, as an accuracy.
+            ValueError: ``metrics`` does not return ``[k]``, or its result has no graph (an accuracy, for
+                example).
         """
         check_choice("trained.jacobian(wrt)", wrt, Leaves._fields)
         values, rows = self._rows(metrics)
@@ -386,7 +389,7 @@ class _TrainedContext(Context):
 
 
 class _Trained(Function):
-    """The final parameters, buffers and losses of a training, as a function of its leaves."""
+    """Final parameters, buffers and losses of a training run, as a function of its leaves."""
 
     @staticmethod
     def forward(trajectory: Trajectory, *leaves: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""A training that was run: as many states as fit, and the backward sweeps through the steps."""
+"""A completed training run: its stored states, and backward sweeps through its steps."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ MOST_DIFFERENTIABLE = 200
 
 @dataclasses.dataclass
 class Report:
-    """The memory and the repeated steps of a training, a :class:`metagrad.Training`.
+    """Memory and repeated steps of a training run of :class:`metagrad.Training`.
 
     Attributes:
         steps: Number of steps.
-        states: Maximum number of states that were kept at a time.
+        states: Maximum number of states that were stored at the same time.
         state_bytes: Bytes of one state: parameters, optimizer and buffers.
         replays: Number of steps that were repeated in reverse passes.
-        is_half: True if parameters or autocast are in half precision. In half precision, scores can be noise.
+        is_half: True if parameters or autocast are in half precision. In half precision, scores can consist
+            of rounding noise.
         growth: Norm of the cotangent of the initial parameters, relative to the cotangent of the final parameters.
             It is the maximum over metrics. None before a reverse pass. Above 1e6 in float32, scores are rounding
             errors.
@@ -67,7 +68,7 @@ class Report:
 
 
 class Trajectory:
-    """A training from an initial state, with the states that its reverse pass begins with.
+    """A training run from an initial state, with the stored states for its reverse pass.
 
     Args:
         step: The step.
@@ -75,13 +76,13 @@ class Trajectory:
         leaves: The tensors that the training is a function of.
         wanted: For each tensor, True if it is differentiated.
         params: Initial parameters.
-        plan: Which states are kept. None keeps the graph of every step.
-        offload: Place of the states: None for the memory of the model, ``"cpu"`` or a folder.
+        plan: Which states are stored. None stores the graph of every step.
+        offload: Storage of the states: ``"cpu"``, a folder, or None for the device of the model.
 
     Attributes:
         final: The state after the last step.
         losses: The loss of each step, ``[steps]``.
-        report: Memory and repeated steps.
+        report: Memory, and how many steps were repeated.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Trajectory:
         return self.leaves.filled(c.to(t.dtype) if want and c is not None else None for c, t, want in leaves)
 
     def differentiable(self) -> tuple[State, Tensor, Leaves]:
-        """Run the training again with one graph of all steps, for derivatives of any order.
+        """Run all steps again in one graph, for derivatives of any order.
 
         Returns:
             The final state, the losses, and a view of each leaf. Leaves can depend on each other, so derivatives with
@@ -233,7 +234,7 @@ class Trajectory:
         return state, torch.stack(losses), views
 
     def states(self) -> Iterator[tuple[int, State]]:
-        """Run the training again, and yield the number of steps so far and the state, after every step."""
+        """Run all steps again. After every step, yield the number of steps so far and the state."""
         state, random = self.kept[0], RandomState()
         for t in progress(range(self.steps), "training again"):
             with self.step.model.training():
@@ -270,7 +271,7 @@ class Trajectory:
 
 
 class SavedSweep:
-    """A backward pass that is saved in a folder, so that it can resume after an interruption.
+    """Progress of a backward pass, saved in a folder. The pass can resume after an interruption.
 
     Args:
         states: The folder.
@@ -278,7 +279,7 @@ class SavedSweep:
     """
 
     every = 50
-    """Steps between two savings."""
+    """Number of steps between two saves."""
 
     def __init__(self, states: FolderStates, identity: int) -> None:
         self.states = states
