@@ -24,8 +24,8 @@ class TracIn:
     .. math:: -\sum_c \frac{T \eta_c}{C n} \langle \nabla m_j(\theta_c), \nabla \ell_i(\theta_c) \rangle
 
     The checkpoints are evenly spaced, and the last checkpoint is the trained model. :math:`\eta_c` is the
-    learning rate at checkpoint c if the functional optimizer has a number for each step, and 1 otherwise.
-    Class weights multiply :math:`\ell_i`. It is a method of :func:`~metagrad.attribution.attribute`.
+    learning rate at checkpoint c, or 1 if the functional optimizer has no numeric learning rate. Class
+    weights multiply :math:`\ell_i`. It is a method of :func:`~metagrad.attribution.attribute`.
 
     Attributes:
         checkpoints: Number of checkpoints, C. With 1, only the gradients of the trained model are used.

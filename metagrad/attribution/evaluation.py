@@ -87,7 +87,7 @@ def lds(
         training: The training.
         scores: The scores. For large ``drop``, compute the scores at the mean weights of the subsets, which are
             ``1 - drop``.
-        metrics: The function of :func:`metagrad.attribute`.
+        metrics: The metrics, as in :func:`metagrad.attribute`.
         drop: Share of the examples that a subset drops.
         subsets: Number of subsets.
         seed: Seed of the subsets and of the bootstrap.
@@ -140,7 +140,7 @@ def loo(
     Args:
         training: The training.
         scores: The scores.
-        metrics: The function of :func:`metagrad.attribute`.
+        metrics: The metrics, as in :func:`metagrad.attribute`.
         examples: Indices of the examples to leave out, at least three.
         seed: Seed of the bootstrap.
 
@@ -235,9 +235,8 @@ def metasmoothness(
 
     Args:
         training: The training.
-        metrics: The function of :func:`metagrad.attribute`.
-        scores: Scores, to compute the slope error. If given, w are the weights at which the scores were
-            computed.
+        metrics: The metrics, as in :func:`metagrad.attribute`.
+        scores: Scores, to compute the slope error. If given, w are the example weights of the scores.
         h: Size of the change of each weight.
         seed: Seed of the direction.
 

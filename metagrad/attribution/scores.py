@@ -34,10 +34,10 @@ class Scores:
 
     Attributes:
         values: Scores, ``[k, n]``. With weights of tokens, ``[k, n, length]``.
-        at: Example weights at which the model was trained, ``[n]`` or ``[n, length]``.
+        at: Example weights of the training run, ``[n]`` or ``[n, length]``.
         metrics: Metrics of the trained model, ``[k]``.
         method: The method.
-        growth: Factor by which cotangents grew in the backward pass, or None. Above 1e6, float32 scores are
+        growth: Growth of the cotangents in the backward pass, as a factor, or None. Above 1e6, float32 scores are
             only rounding errors.
         is_half: True if the training used half precision.
     """

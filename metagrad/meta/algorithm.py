@@ -58,8 +58,8 @@ class MetaOutput:
             returns a nested value, its tensors are ``[tasks, ...]``.
         support_losses: The support loss before each inner step, ``[tasks, steps]``.
         steps: The number of inner steps of each task before it stopped, ``[tasks]``, int64.
-        skipped: Whether each task was excluded because of NaN or Inf, ``[tasks]``, bool. ``loss`` does not contain
-            the losses of these tasks. The backward pass adds the tasks whose meta-gradient it drops.
+        skipped: Whether each task was excluded because of NaN or Inf, ``[tasks]``, bool. ``loss`` excludes
+            these tasks. The backward pass also marks the tasks whose meta-gradient it drops.
         norm: The policy of normalization layers, as in ``MAML(..., norm=)``.
     """
 

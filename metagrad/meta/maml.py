@@ -56,9 +56,9 @@ class MAML(nn.Module):
 
     All tasks of a batch run together. The forward pass is vectorized over tasks with :func:`torch.vmap`, and one
     backward pass computes all gradients. Models that ``torch.vmap`` does not support run task by task, with one
-    warning. Obstacles are an LSTM, running statistics, backward hooks, and a ``forward`` that changes buffers or
-    attributes. Convolutions on a CPU also run task by task, because that is faster. To decide this, a new model is
-    called up to three times on one task of the first batch.
+    warning. Examples are LSTMs, running statistics, backward hooks, and a ``forward`` that changes buffers or
+    attributes. Convolutions on a CPU also run task by task, because that is faster. To decide this, a new
+    model is called up to three times on one task of the first batch.
 
     Every argument is also an attribute. An assignment takes effect at the next call.
 
@@ -95,9 +95,10 @@ class MAML(nn.Module):
               current set.
         compile: Whether to compile. Up to five small inner steps and the query loss are compiled as one function.
             Otherwise one inner step and the query loss are compiled, for any number of steps. A dict holds the
-            arguments of ``torch.compile``. Models that cannot be compiled run eagerly, with one warning. Obstacles
-            are hooks, custom autograd Functions, running statistics, ``norm``, ``sparse``, and inputs or outputs
-            that are not single tensors. The meta-gradient of large compiled steps cannot be differentiated again.
+            arguments of ``torch.compile``. Models that cannot be compiled run eagerly, with one warning.
+            Reasons are hooks, custom autograd Functions, running statistics, ``norm``, ``sparse``, and inputs
+            or outputs that are not single tensors. The meta-gradient of large compiled steps cannot be
+            differentiated again.
         **options: ``sparse``, ``task_chunk``, ``nonfinite``, ``truncate`` and ``tolerance``, see
             :class:`metagrad.meta.Options`. They are also attributes.
 
@@ -219,7 +220,7 @@ class MAML(nn.Module):
             RuntimeError: If it is called inside a ``torch.func`` transform other than reverse mode (``grad``,
                 ``vjp``, ``jacrev``) with respect to all adapted parameters.
             FloatingPointError: If a loss, or a gradient in the backward pass, is NaN or Inf. The message names the
-                task and the inner step. With ``nonfinite="skip"``, only if no task is finite.
+                task and the inner step. With ``nonfinite="skip"``, it is raised only if no task is finite.
         """
         if self.sparse and averaging_wrapper() is not None:
             raise ValueError(
@@ -274,7 +275,7 @@ class MAML(nn.Module):
         return AdaptedModel(params, losses, used, skipped, predict, rows)
 
     def keeping(self, memory: Memory) -> MAML:
-        """Return a copy with the same modules, another checkpointing policy, and without compilation."""
+        """Return an uncompiled copy with the same modules and another checkpointing policy."""
         other = copy.copy(self)
         other.memory, other._compile = memory, None
         other._forget()

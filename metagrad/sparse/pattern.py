@@ -312,11 +312,11 @@ class Pattern:
         return found
 
     def union(self, other: Pattern) -> Merge:
-        """Return the cells of either pattern, and the place of each entry of both patterns (cached)."""
+        """Return the union of the cells, and the position of each entry of both patterns in it (cached)."""
         return self._merged("union", other, Pattern._united)
 
     def intersection(self, other: Pattern) -> Merge:
-        """Return the cells of both patterns, and the entries of each pattern in them (cached)."""
+        """Return the cells that both patterns store, and their entries in each pattern (cached)."""
         return self._merged("intersection", other, Pattern._intersected)
 
     def product(self, other: Pattern) -> Product:
@@ -420,7 +420,7 @@ class Pattern:
 
     @structural
     def to(self, device: torch.device | str) -> Pattern:
-        """Return this pattern on a device. There is one copy for each device, which tensors share."""
+        """Return this pattern on a device. All tensors on a device share one copy."""
         row = self.row.to(device)
         if row is self.row:
             return self

@@ -155,7 +155,7 @@ class KernelStats:
         nbytes: Bytes of the results of products.
         dense_nbytes: Bytes that dense results would take.
         merges: Numbers of pattern merges that were "done" and "avoided".
-        densified: Dense matrices by the line outside metagrad that caused them.
+        densified: Dense matrices, grouped by the line outside metagrad that caused them.
         dense_work: Multiplications that dense products would take, by device and dtype.
     """
 
@@ -169,7 +169,7 @@ class KernelStats:
         self.dense_work: Counter[tuple[torch.device, torch.dtype]] = Counter()
 
     def dense_seconds(self) -> float:
-        """Return the estimated seconds of dense products: their multiplications at the measured rate."""
+        """Return the estimated time of dense products in seconds, from their multiplications."""
         return sum(work / dense_rate(*where) for where, work in self.dense_work.items())
 
     def __str__(self) -> str:
@@ -191,7 +191,7 @@ class KernelStats:
 
 
 class _Inside(threading.local):
-    """Seconds of the kernels that are nested in the current kernel, for each thread."""
+    """Time of the kernels inside the current kernel in seconds, for each thread."""
 
     seconds = 0.0
 
@@ -210,8 +210,8 @@ def stats() -> Generator[KernelStats]:
     | memory | bytes of the results of products, and bytes of the same results as dense matrices |
     | time | seconds in products, segment sums and conversions (sorting, pointers, transposes, merges) |
     | estimate | seconds of dense products: their multiplications at the rate of a 512 x 512 product |
-    | merges | merges of two patterns that were done, or avoided because they were not needed or cached |
-    | densified | dense matrices by the line outside metagrad that caused them |
+    | merges | merges of two patterns that were done, and merges that were avoided (unnecessary or cached) |
+    | densified | dense matrices, grouped by the line outside metagrad that caused them |
 
     The estimate favors dense products, because narrow products do not reach the rate of a 512 x 512 product.
     Elementwise functions of the values and gathers are not timed. On CUDA every timing waits for the device. Outside

@@ -196,7 +196,7 @@ def is_missing(entry: Any, words: Container[str] = ("",)) -> bool:
 
 
 def _kind_of(types: Collection[type]) -> str | None:
-    """Return the first kind of columns whose entries may have all these types."""
+    """Return the name of the first kind of column that accepts all these types, or None."""
     return next((name for name, kind in KINDS.items() if all(issubclass(t, kind.types) for t in types)), None)
 
 

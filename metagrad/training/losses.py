@@ -44,7 +44,7 @@ def example_losses(loss_fn: LossFn, output: Tree, target: Tree, count: int, *, w
         target: Second argument of the loss.
         count: Number of examples.
         whole: True if the batch is a whole mini-batch. Ignored targets and class weights require True. With
-            None, these losses have the values of reduction='none'.
+            None, the losses are not rescaled.
 
     Raises:
         ValueError: The loss function returns something else.

@@ -71,7 +71,7 @@ class StatisticsGuard:
         return next((f"{name} in training mode updates running statistics" for name in updating), None)
 
     def guard(self, result: Tree, *, compiled: bool) -> None:
-        """Raise in later calls that read updated statistics and depend on a result of the loop.
+        """Make later calls raise if they read updated statistics and depend on a result of the loop.
 
         Raises:
             RuntimeError: A compiled step updated the statistics, and can have read them.

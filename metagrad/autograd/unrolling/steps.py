@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
 def rows_of(inputs: Tree, steps: int) -> tuple[Tree, ...]:
     """Return the rows of ``inputs``, one for each step.
 
-    Raise ``ValueError`` if a tensor has another number of rows.
+    Raise ``ValueError`` if a tensor has a different number of rows.
 
     The cotangents of all rows are stacked once. Otherwise autograd would sum T tensors of the size of
     ``inputs``.

@@ -43,7 +43,7 @@ class ANIL(_OfHead):
     .. math:: \phi_{t+1} = \phi_t - \alpha \nabla_\phi L_i^{\mathrm{support}}(\theta, \phi_t)
 
     Here :math:`\phi` are the parameters of the head, and :math:`\theta` are the parameters of the body. The query
-    loss trains both. The paper uses the number of steps and the learning rate of MAML.
+    loss trains both. The paper uses the same number of steps and learning rate as for MAML.
 
     Args:
         model: The model, as in :class:`MAML`.

@@ -21,10 +21,9 @@ class CAVIA(MAML):
         \phi_i = U_i^{\mathrm{steps}}(0), \quad
         U_i(\phi) = \phi - \alpha \nabla_\phi L_i^{\mathrm{support}}(\phi, \theta)
 
-    All tasks share the other parameters, so a task needs only the memory of its context. The model decides how it
-    uses the context. :class:`metagrad.models.ContextMLP` appends it to the input.
-    ``metagrad.models.Conv4(..., context=100)`` modulates its channels with it. The value of the context in the model
-    is not used.
+    All tasks share the other parameters, so each task stores only its context. The model decides how it uses
+    the context. :class:`metagrad.models.ContextMLP` appends it to the input. ``metagrad.models.Conv4(...,
+    context=100)`` modulates its channels with it. The value of the context in the model is not used.
 
     Args:
         model: A model with context parameters.

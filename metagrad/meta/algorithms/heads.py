@@ -42,7 +42,8 @@ class HeadAlgorithm(nn.Module):
     """Base class of algorithms that embed with a shared model and fit a head to the support embeddings of each task.
 
     The model is called once for the support examples of all tasks, and once for their query examples. Its weights are
-    not copied. Batch normalization uses the statistics of one task and one set, as separate calls would.
+    not copied. Batch normalization uses separate statistics for each task, and for support and query
+    examples.
 
     A subclass implements :meth:`fit` and :meth:`logits` for the embeddings of many tasks.
 
@@ -98,7 +99,8 @@ class HeadAlgorithm(nn.Module):
             batch: A batch in any form that :class:`metagrad.MAML` accepts. The targets of support examples are
                 classes from 0 on, ``[tasks, shots]``. Classes may differ in their number of shots. The label -100
                 marks padding. The logits of classes that a task does not have are minus infinity.
-                A learned temperature in the loss would have no derivative there. Use ``ProtoNet(scale=)`` or R2D2.
+                For such tasks, a learned temperature in the loss would have no derivative. Use
+                ``ProtoNet(scale=)`` or R2D2.
             steps: None, since there are no inner steps.
 
         Raises:
@@ -341,7 +343,7 @@ def one_hot(y: Tensor, ways: int) -> Tensor:
 
 
 def described(value: Any) -> str:
-    """Return a description of a value for an error."""
+    """Return a description of a value for an error message."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(restored(value)).__name__

@@ -56,8 +56,9 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
         \phi_i^*(\theta) = \arg\min_\phi L_i^{\mathrm{support}}(\phi) + \frac{\lambda}{2} |\phi - \theta|^2, \qquad
         \frac{d\phi_i^*}{d\theta} = \Bigl( I + \frac{1}{\lambda} \nabla^2 L_i^{\mathrm{support}}(\phi_i^*) \Bigr)^{-1}
 
-    ``hypergradient`` applies the inverse to the gradient of the query loss of all tasks. Memory does not grow with
-    ``steps``, and any optimizer may compute them. The meta-gradient is only as accurate as the minimum.
+    ``hypergradient`` applies the inverse to the gradient of the query loss of all tasks. Memory does not grow
+    with ``steps``, and any optimizer may take these steps. The meta-gradient is only as accurate as the
+    minimum.
 
     Args:
         model: The model, as in :class:`MAML`.
@@ -73,7 +74,7 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
             with :math:`\lambda = 2`, it is 1.1 % after 5 steps and 0.01 % after 10 steps.
         matrix: ``"hessian"`` is the Hessian of the support loss. ``"ggn"`` is the Gauss-Newton matrix of the model
             and the loss. It is never indefinite if the loss is convex, so the solver also works far from a minimum.
-            Both are equal if the model fits its support examples.
+            Both matrices are equal if the model fits its support examples.
         **arguments: Other arguments of :class:`MAML`.
 
     Raises:

@@ -85,9 +85,9 @@ class MetaCurvature(MAML):
         \phi_{t+1} = \phi_t - \alpha \, \nabla L_i^{\mathrm{support}}(\phi_t) \times_1 M_o \times_2 M_i \times_3 M_f
 
     A convolution has a matrix for its outputs, its inputs and its filter. A linear layer has a matrix for its outputs
-    and its inputs. A bias or a norm has a diagonal matrix. All matrices start as the identity, so training starts as
-    :class:`MAML`. The query loss trains them with the initialization. ``inner`` receives the transformed
-    gradients.
+    and its inputs. A bias or a norm has a diagonal matrix. All matrices start as the identity, so the
+    algorithm initially equals :class:`MAML`. The query loss trains them with the initialization. ``inner``
+    receives the transformed gradients.
 
     A matrix for n inputs has n² entries. For 4096 inputs it needs 64 MiB.
 
@@ -134,7 +134,7 @@ class MetaCurvature(MAML):
 
 
 def _identities(param: Tensor, *, is_table: bool) -> tuple[nn.Parameter | None, ...]:
-    """Return an identity matrix for each of the first two axes, and one for all further axes. A vector gets ones."""
+    """Return identity matrices for the first two axes and all further axes. For a vector, return ones."""
     if param.ndim < 2:
         return (nn.Parameter(torch.ones_like(param.detach().reshape(-1))),)
     sizes = param.flatten(2).shape if param.ndim > 2 else param.shape

@@ -57,15 +57,15 @@ class MAMLPlusPlus(MAML):
         lr: The initial learning rate of all parameters and steps.
         steps: The number of inner steps. An evaluation cannot use more steps.
         multi_step_updates: The number of updates after which only the last query loss counts.
-        first_order_updates: The number of first updates that treat inner gradients as constants.
+        first_order_updates: The number of initial updates that treat inner gradients as constants.
         norm: The statistics of normalization layers, as in :class:`MAML`. Pass None for models without batch
             normalization. The paper describes running statistics of each step, ``"per_step"``. Its code uses the
             statistics of the current set, also in evaluation, which is the default here. Use the same policy in
             training and evaluation, since adaptation may diverge otherwise.
         order: The order after the first-order updates.
         query_weights: The weights of the query losses after each inner step, numbers or 0-d tensors. Tensors may be
-            learned. They replace the annealed weights. If a call has another number of steps, only its last loss
-            counts.
+            learned. They replace the annealed weights. If a call takes a different number of steps, only its
+            last loss counts.
         **arguments: Other arguments of :class:`MAML`, except ``inner``.
 
     Raises:

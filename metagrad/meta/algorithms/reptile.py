@@ -29,8 +29,8 @@ class Reptile(MAML):
     With ``torch.optim.SGD(learner.parameters(), lr=epsilon)`` the outer step is the batched version of the paper,
     :math:`\theta \leftarrow \theta + \frac{\epsilon}{n} \sum_i (\phi_i - \theta)`. For batches of one task it is the
     serial version. Any other optimizer gets the same gradient. The value of ``loss`` is the mean query loss after
-    adaptation, as in MAML. No graph of a step is stored. Second derivatives raise an error, since no function has
-    this gradient.
+    adaptation, as in MAML. No graph of a step is stored. Second derivatives raise an error, since this is not
+    the gradient of any function.
 
     Protocol: Reptile trains on all examples of a task. In training with ``examples="all"``, the inner steps use the
     support and the query examples, so ``loss`` is a training loss. In ``eval()`` and under ``torch.no_grad()`` they

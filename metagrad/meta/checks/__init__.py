@@ -1,1 +1,1 @@
-"""Checks before a training: which derivatives are correct, and how much memory a step needs."""
+"""Checks before training: which derivatives are correct, and how much memory a step needs."""

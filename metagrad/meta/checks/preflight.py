@@ -63,8 +63,9 @@ def preflight(
     gradients, buffers, flags and random generators are unchanged afterwards.
 
     Args:
-        model: The model. A :class:`MAML` or another algorithm is also accepted, as in ``preflight(maml, batch)``. For
-            MAML the check examines the support loss of one task, for other algorithms their own loss on the batch.
+        model: The model. A :class:`MAML` or another algorithm is also accepted, as in ``preflight(maml,
+            batch)``. For MAML, the check uses the support loss of one task. For other algorithms, it uses
+            their own loss on the batch.
         loss_fn: ``loss_fn(prediction, target) -> scalar``.
         batch: Inputs and targets ``(x, y)``, or a meta-batch in any form that :class:`MAML` accepts. A pair of pairs
             is a meta-batch. Pass several inputs of plain data as a dict.

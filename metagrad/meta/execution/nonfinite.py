@@ -1,8 +1,8 @@
 """Losses and meta-gradients that are NaN or Inf: raise an error that names the task, or exclude such tasks.
 
 A finite gradient costs only the check. If a gradient is not finite, the gradient of each task is computed again with
-cotangents scaled to one. If all gradients are finite now, the first gradient overflowed because the loss was scaled.
-The ``GradScaler`` handles that case.
+cotangents scaled to one. If all gradients are then finite, the first gradient overflowed because the loss was
+scaled. The ``GradScaler`` handles that case.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Call a model with other parameters: of one task, or stacked parameters of many tasks.
 
-``torch.vmap`` computes stacked tasks for any module that it has rules for. Some layers have an explicit form here. A
-batch of affine maps is one ``baddbmm``, and activations are called unchanged. This has half as many graph nodes,
-since vmap replaces a linear layer with views, an expansion, a product and a sum. The time of small networks depends
-on the number of graph nodes.
+``torch.vmap`` supports stacked tasks for any module whose operations have vmap rules. Some layers have an
+explicit form here. A batch of affine maps is one ``baddbmm``, and activations are called unchanged. This has
+half as many graph nodes, since vmap replaces a linear layer with views, an expansion, a product and a sum.
+The time of small networks depends on the number of graph nodes.
 
 The table ``RULES`` lists operations that ``torch.vmap`` computes incorrectly without an error (torch 2.13). It was
 found by running torch's operator tests (``OpInfo``) with ``torch.vmap`` and in a loop in float64. The comparison
 includes values, gradients, and gradients of a non-linear function of gradients.
-``tests/meta/objective/test_vmap_rules.py`` repeats it. The test fails if torch has fixed a row.
+``tests/meta/objective/test_vmap_rules.py`` repeats it. The test fails if torch has fixed an operation of the
+table.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.flo
         dtype: Data type of the values.
 
     Returns:
-        A policy with this threshold and the other defaults. The threshold is ``math.inf`` if dense is never faster.
+        A policy with this threshold. Its other settings are the defaults. The threshold is ``math.inf`` if
+        dense is never faster.
 
     Example:
         >>> policy = metagrad.sparse.calibrate()

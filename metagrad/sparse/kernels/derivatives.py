@@ -6,8 +6,8 @@ r"""Two families of functions that are closed under differentiation. Derivatives
     \partial\, \mathrm{SDDMM} &= \mathrm{SpMM} \\
     \mathrm{gather}^* &= \mathrm{segment\_sum}, & \mathrm{segment\_sum}^* &= \mathrm{gather}
 
-Every rule is linear in each operand, so its tangent is the same rule. If a batch shares the values, it is folded into
-the width of the dense operand. Otherwise the batch becomes a block-diagonal pattern.
+Every rule is linear in each operand, so its tangent uses the same rule. If a batch shares the values, it is
+folded into the width of the dense operand. Otherwise the batch becomes a block-diagonal pattern.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ from metagrad.sparse.policy import count_densified, count_product, current_polic
 def index_sum(values: Tensor, ids: Tensor, num: int) -> Tensor:
     """Add the rows of ``values`` [entries, ...] that have the same id: [num, ...], in the dtype of :func:`widened`.
 
-    ``index_add`` without widening rounds after every addition. In bfloat16, it adds 4096 ones to 256.
+    ``index_add`` without widening rounds after every addition. In bfloat16, the sum of 4096 ones would be
+    256.
     """
     values = widened(values)
     return values.new_zeros(num, *values.shape[1:]).index_add(0, ids, values)

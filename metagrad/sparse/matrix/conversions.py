@@ -70,8 +70,8 @@ class Conversions(Entries):
 
         Args:
             tensor: Floating point, [n, m].
-            mask: Cells to store, bool [n, m]. None stores the nonzero cells. The pattern does not follow the tensor
-                when it changes, so give a mask if zeros may become nonzero.
+            mask: Cells to store, bool [n, m]. None stores the nonzero cells. The pattern stays the same if
+                the tensor changes later, so give a mask if zeros may become nonzero.
 
         Returns:
             The matrix, with a copy of the cells.
@@ -134,7 +134,7 @@ class Conversions(Entries):
 
         Raises:
             ValueError: ``matrix`` does not have two dimensions.
-            TypeError: ``matrix`` is not SciPy's, or its numbers are not float32 or float64.
+            TypeError: ``matrix`` is not a SciPy array or matrix, or its numbers are not float32 or float64.
 
         Example:
             >>> import scipy.sparse

@@ -32,8 +32,8 @@ class Arithmetic(Generic[Matrix]):
     def __add__(self, other: Matrix | Tensor | float) -> Matrix | Tensor:
         """Add a sparse or dense matrix of the same shape, or the number 0.
 
-        Two matrices on the same Pattern add as vectors. The union of two patterns is computed once and cached. The
-        sum with a dense matrix is dense. Dense matrices are not broadcast.
+        If two matrices have the same Pattern, their values are added as vectors. The union of two patterns is
+        computed once and cached. The sum with a dense matrix is dense. Dense matrices are not broadcast.
         """
         return _add("a + b", self._matrix, other)
 
@@ -61,9 +61,9 @@ class Arithmetic(Generic[Matrix]):
     def __mul__(self, other: Matrix | Tensor | float) -> Matrix:
         """Multiply elementwise by a sparse matrix, a number, or a dense [n, m], [n, 1], [1, m], [m] or scalar.
 
-        Only the entries of ``a`` are read from a dense matrix. The result is on the intersection of two patterns,
-        otherwise on the pattern of ``a``. Cells that are not stored stay zero, even if the other factor is infinite
-        or NaN there.
+        Only the entries of ``a`` are read from a dense matrix. The product of two sparse matrices has the
+        intersection of their patterns. Other products have the pattern of ``a``. Cells that are not stored
+        stay zero, even if the other factor is infinite or NaN there.
         """
         call, a = "a * b", self._matrix
         if isinstance(other, Real):

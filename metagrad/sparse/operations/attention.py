@@ -40,8 +40,8 @@ def attention(
         v: Values, [..., m, E].
         pattern: The keys that each query sees, with shape (n, m), for all heads.
         scale: Factor of the scores. None means 1 / sqrt(D).
-        dropout_p: Probability of setting a normalized weight to zero. It is applied in evaluation mode, as in torch:
-            pass 0 there. Random numbers come from torch's global generator.
+        dropout_p: Probability of setting a normalized weight to zero. As in torch, it also applies in
+            evaluation mode, so pass 0 there. Random numbers come from torch's global generator.
 
     Returns:
         [..., n, E]. A query without keys gives zeros and has no gradient.
@@ -51,7 +51,8 @@ def attention(
         TypeError: An operand has another type, or dtypes differ.
 
     Note:
-        There is no bias on the scores. Under ``vmap``, dropout needs its ``randomness=``.
+        A bias on the scores is not supported. Under ``vmap``, dropout needs the argument ``randomness=`` of
+        ``vmap``.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), (3, 2))

@@ -2,8 +2,8 @@ r"""Submanifold sparse convolution, as a family of rules closed under differenti
 
 The convolution is linear in features and in weights. Its derivative with respect to the features is the convolution
 with the mirrored kernel and its channels exchanged. The derivative with respect to the weights is
-:class:`_Correlate`, whose own derivatives are convolutions. Only features and weights are kept for a derivative.
-Features of pairs are gathered for one kernel position at a time.
+:class:`_Correlate`, whose own derivatives are convolutions. Only features and weights are saved for
+derivatives. Features of pairs are gathered for one kernel position at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Between entries and segments: gather, and the sum, mean, maximum and softmax of each segment."""
+"""Operations between entries and segments: gather, and the sum, mean, maximum and softmax of each segment."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
     .. math:: y_s = \max_{e : s(e) = s} v_e, \qquad
         \frac{\partial y_s}{\partial v_e} = \frac{[v_e = y_s]}{\#\{e' : v_{e'} = y_s\}}
 
-    The largest entry has the gradient. Equal largest entries share it evenly, as in ``torch.amax``. The second
-    derivative is zero.
+    The largest entry receives the gradient. Equal largest entries share it evenly, as in ``torch.amax``. The
+    second derivative is zero.
 
     Args:
         values: Floating point, [entries, ...]. The maximum is taken elementwise.

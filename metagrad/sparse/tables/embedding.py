@@ -39,8 +39,8 @@ def embedding(ids: Tensor, table: Tensor, *, padding_idx: int | None = None) -> 
         TypeError: ``ids`` are not integers.
 
     Note:
-        Other uses of ``table`` have dense gradients, for example its norm or a tied output layer. The sum of a dense
-        and a row-sparse gradient is dense.
+        Other uses of ``table``, such as its norm or a tied output layer, have dense gradients. The sum of a
+        dense and a row-sparse gradient is dense.
 
     Example:
         >>> from metagrad.sparse.tables.embedding import embedding
@@ -92,8 +92,8 @@ def embedding_bag(
         ``[bags, D...]``.
 
     Raises:
-        ValueError: Shapes do not match, an id or an offset is out of range, ``mode`` is unknown, or there are weights
-            for another mode than "sum".
+        ValueError: Shapes do not match, an id or an offset is out of range, ``mode`` is unknown, or weights
+            are given with a mode other than "sum".
         TypeError: ``ids`` or ``offsets`` are not integers.
 
     Example:

@@ -1,8 +1,8 @@
 """The operations that :class:`~metagrad.sparse.RowSparse` supports. Other operations raise ``TypeError``.
 
 Users call ``FUNCTIONS``. torch would differentiate them with the whole table, so they use ``values`` and ordinary
-autograd. torch calls ``OPERATIONS`` below autograd. They accumulate gradients, stand in torch's backward formulas,
-and implement linear functions, whose formulas are correct.
+autograd. torch calls ``OPERATIONS`` below autograd. They accumulate gradients, appear in torch's backward
+formulas, and implement linear functions, whose formulas are correct.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def index_select(x: RowSparse, dim: int, index: Tensor) -> Tensor:
 
 
 def counted(places: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return the row numbers of places in a stack of tables: the inverse of ``torch.unravel_index``."""
+    """Return the row numbers of positions in a stack of tables: the inverse of ``torch.unravel_index``."""
     rows = torch.zeros_like(places[0])
     for place, size in zip(places, shape, strict=True):
         rows = rows * size + place

@@ -1,8 +1,8 @@
 """Row-sparse tensors, such as the gradient of an embedding table. Most of their rows are zero.
 
-Everything is composed from two operations: gather rows from a table, and scatter rows into a table. Each function is
-the derivative of the other function. So the cost of a gradient of any order depends only on its rows, not on the size
-of the table.
+Everything is composed from two operations: gather rows from a table, and scatter rows into a table. Each
+operation is the derivative of the other. So the cost of a gradient of any order depends only on its rows, not
+on the size of the table.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ _VALUES: Callable[[RowSparse], Tensor] = vars(RowSparse)["values"].fget
 
 
 class RowStorage:
-    """Rows and values. A tensor and its detached aliases share them, so that all see writes in place."""
+    """Rows and values. A tensor and its detached aliases share them, so that all see in-place writes."""
 
     def __init__(self, rows: Tensor, values: Tensor, *, writable: bool = True) -> None:
         self.rows = rows
@@ -500,7 +500,7 @@ def look_up(table: RowSparse, ids: Tensor) -> Tensor:
 
 
 def written_out(tensor: Tensor) -> Tensor:
-    """Return a tensor. The zero tensors of torch's derivative formulas are materialized."""
+    """Return a tensor. If it is a zero tensor of torch's derivative formulas, materialize it."""
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor

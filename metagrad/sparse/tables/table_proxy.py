@@ -19,7 +19,7 @@ Lookup = Callable[[Tensor], Tensor]
 
 
 class TableProxy(Tensor):
-    """A tensor with the shape, dtype and device of a table, and without memory.
+    """A tensor without memory that has the shape, dtype and device of a table.
 
     Lookups are ``F.embedding`` and ``F.embedding_bag``. The function ``lookup`` computes them. Any other use needs
     rows that do not exist. It reaches the dispatcher and raises ``ValueError`` with the name of the table.

@@ -259,7 +259,7 @@ def _map_style(call: str, dataset: Any) -> Any:
 
 
 def _of_pair(call: str, pair: Sequence[Any]) -> tuple[TensorDataset, Any]:
-    """Return a pair (x, labels) as a data set, and its labels."""
+    """Convert a pair (x, labels) to a data set. Return the data set and its labels."""
     if len(pair) != 2:
         raise ValueError(f"{call}: dataset must be a data set or a pair (x, labels), got {len(pair)} parts.")
     x, labels = pair

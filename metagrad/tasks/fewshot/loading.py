@@ -105,7 +105,8 @@ class Prefetcher:
     """Load batches ahead in worker processes.
 
     A generator in a given state always draws the same tasks. So the workers load the batches that a copy of the
-    generator draws. They are discarded if the next call has a generator in another state, or another number of tasks.
+    generator draws. They are discarded if the next call has a generator in a different state, or a different
+    number of tasks.
 
     Args:
         batches: Loads a plan.
