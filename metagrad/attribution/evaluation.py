@@ -42,7 +42,7 @@ class Evaluation:
 
 
 def subsets(size: int, drop: float, count: int, seed: int = 0) -> Tensor:
-    """Return random weights 0 and 1, ``[count, size]``. Each row drops the same number of examples.
+    """Return random weights of 0 or 1, ``[count, size]``. Each row drops the same number of examples.
 
     Args:
         size: Number of examples.

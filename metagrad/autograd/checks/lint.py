@@ -1,4 +1,4 @@
-"""Find the nodes of a graph whose further derivatives are missing or incorrect."""
+"""Find the nodes of a graph whose higher derivatives are missing or incorrect."""
 
 from __future__ import annotations
 

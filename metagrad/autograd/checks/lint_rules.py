@@ -1,4 +1,4 @@
-"""The table of backward nodes of torch whose further derivatives are missing or incorrect.
+"""The table of backward nodes of torch whose higher derivatives are missing or incorrect.
 
 Each row was established on torch 2.13 and checked on 2.14 and 2.15. ``tests/autograd/checks/test_lint.py`` shows the
 defect of every row that runs on a CPU. An order is the number of derivatives of the tensor whose graph contains the

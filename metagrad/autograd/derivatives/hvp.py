@@ -86,9 +86,9 @@ def hvp(
         use.
 
     Raises:
-        ValueError: ``mode`` is unknown, or ``v`` has another structure or shape than ``params``. The loss has more
-            than one element or is complex. An operation lacks a derivative that the mode needs. With
-            ``create_graph=True``, the operation must also have one more derivative.
+        ValueError: ``mode`` is unknown, or the structure or a shape of ``v`` differs from ``params``. The
+            loss has more than one element or is complex. An operation lacks a derivative that the mode needs.
+            With ``create_graph=True``, the operation must also have one more derivative.
         TypeError: A leaf is not a floating point tensor.
 
     Example:

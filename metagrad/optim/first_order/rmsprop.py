@@ -53,7 +53,7 @@ class RMSpropRule(PerParameter):
         eps_root: Added inside the square root. It makes a training smooth in its data and hyperparameters.
         weight_decay: The factor of the parameters that is added to their gradients.
         momentum: The share :math:`\mu` of the last velocity that is kept. 0 disables momentum.
-        centered: Divide by the root of the variance of the gradients instead of their second moment.
+        centered: Divide by the standard deviation of the gradients, not by the root of their second moment.
         maximize: Maximize the loss: negate the gradient.
 
     Example:

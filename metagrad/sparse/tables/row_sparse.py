@@ -63,7 +63,7 @@ class RowSparse(TensorSubclass):
 
     Note:
         Inside a ``torch.func`` transform the gradient is hidden in a wrapper of torch, without ``rows`` and
-        ``values``. torch differentiates functions of it with its own formulas. They are correct or raise, but the
+        ``values``. Functions of it use torch's derivative formulas, which are correct or raise an error. The
         derivative of a product with a dense tensor is dense.
 
     Example:

@@ -190,7 +190,7 @@ def resize_nearest(drawings: Tensor, size: int) -> Tensor:
     networks, which resizes the files, trains on these images.
 
     Args:
-        drawings: Levels, [drawings, side, side] uint8.
+        drawings: Gray levels, [drawings, side, side] uint8.
         size: Height and width of the result in pixels.
 
     Returns:
@@ -210,7 +210,7 @@ def resize_area(drawings: Tensor, size: int) -> Tensor:
         size: Height and width of the result in pixels.
 
     Returns:
-        Levels, [drawings, size, size] uint8, rounded.
+        Rounded gray levels, [drawings, size, size] uint8.
     """
     weights = _covered_parts(drawings.shape[-1], size, drawings.device)
     return (weights @ (drawings.float() @ weights.T)).round().clamp(0, 255).to(torch.uint8)
