@@ -65,8 +65,9 @@ class Leaves(NamedTuple):
         return [value for values in self for value in values]
 
     def only(self, name: str) -> Leaves:
-        """Return the structure with True for the leaves of one name, and False for all others."""
-        return Leaves(*([field == name] * len(own) for field, own in zip(self._fields, self, strict=True)))
+        """Return the structure with True for the floating point tensors of one name, and False for all others."""
+        named = zip(self._fields, self, strict=True)
+        return Leaves(*([field == name and is_differentiable(t) for t in own] for field, own in named))
 
     def filled(self, values: Iterable[Any]) -> Leaves:
         """Return the same structure with other values, in the order of :meth:`flat`."""

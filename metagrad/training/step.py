@@ -235,6 +235,8 @@ class Step:
 
     def total(self, state: State, gradients: Sequence[Gradient]) -> Gradient:
         """Return the gradient of a step, from the gradients of the parts of this rank."""
+        if gradients and (self.micro_batch is not None or self.group is not None):
+            self._refuse_statistics(state, gradients[-1].buffers)
         if self.group is None:
             return summed(gradients)
         zeros = {name: torch.zeros_like(p) for name, p in state.params.items()}
@@ -336,8 +338,6 @@ class Step:
                 own = self.gradient(params, buffers, weights, divisor, batch, part, create_graph=create_graph)
             total = [summed([*total, own])]
             buffers = own.buffers
-        if self.micro_batch is not None or self.group is not None:
-            self._refuse_statistics(state, buffers)
         return self.total(state, total)
 
     def examples(self, part: Part, inputs: Inputs) -> tuple[Tensor, Tensor, tuple[Tree, Tree]]:

@@ -345,7 +345,7 @@ class Trained:
             chunk: Maximum number of metrics per sweep. Every further sweep repeats the training steps.
 
         Returns:
-            The metrics ``[k]``, and their derivatives, ``[k, *shape]`` for each tensor.
+            The metrics ``[k]``, and their derivatives, ``[k, *shape]`` for each tensor. Zeros for integer tensors.
 
         Raises:
             ValueError: ``metrics`` does not return ``[k]``, or its result has no graph (an accuracy, for

@@ -398,6 +398,21 @@ def test_a_training_leaves_everything_as_it_was():
     torch.testing.assert_close(trained.module()(torch.ones(2, 12)).sum(), loss)
 
 
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_statistics_of_micro_batches_are_refused(memory):
+    weights = torch.ones(14, requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"micro_batch, group\): the model writes its buffer '1.running_mean'"
+    ):
+        problem("batch norm", micro_batch=2)(weights, memory=memory)
+
+
+def test_labels_have_no_derivative():
+    _, (x, labels) = problem()(memory="step").jacobian(lambda net: net(metric_data()[0])[0], "data")
+    assert x.any()
+    assert not labels.any()
+
+
 def test_a_memory_tracker_has_a_phase_for_each_pass_and_step():
     training = problem(epochs=1)
     with mg.MemoryTracker(device="cpu") as tracker:
