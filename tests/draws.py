@@ -1,4 +1,4 @@
-"""Tensors of normal random numbers. The same shape and seed give the same numbers."""
+"""Generators, and tensors of normal random numbers. The same shape and seed give the same numbers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 
 
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Draw in float64, then convert."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64).to(dtype)
 
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

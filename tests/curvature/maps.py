@@ -1,12 +1,16 @@
-"""Dense matrices as linear maps, and matrices whose spectra are known."""
+"""Dense matrices as linear maps, matrices whose spectra are known, and how often intervals cover."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from metagrad.curvature.estimators.estimate import Estimate
+from tests.draws import seeded
 
 
 class MatrixMap:
@@ -69,11 +73,6 @@ SPECTRA: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    """Make a generator that starts at a seed."""
-    return torch.Generator().manual_seed(seed)
-
-
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     """Draw normal numbers in float64."""
     return torch.randn(*shape, dtype=torch.float64, generator=seeded(seed))
@@ -108,3 +107,28 @@ class DiagonalMap(MatrixMap):
     def multiply(self, vectors: Tensor) -> Tensor:
         self.matvecs += vectors.shape[0]
         return vectors * self.diagonal
+
+
+def coverage(
+    estimate: Callable[[torch.Generator], Estimate], truth: Tensor, repeats: int, level: float = 0.9
+) -> float:
+    """The share of intervals, over repeats and elements, that hold the truth."""
+    held = []
+    for seed in range(repeats):
+        low, high = estimate(seeded(seed)).interval(level)
+        held.append(((low <= truth) & (truth <= high)).double().mean())
+    return torch.stack(held).mean().item()
+
+
+def covers(
+    estimate: Callable[[torch.Generator], Estimate], truth: Tensor, repeats: int, level: float = 0.9
+) -> bool:
+    """Whether independent intervals hold a number as often as they say, within four standard errors."""
+    least = level - 4 * math.sqrt(level * (1 - level) / repeats)
+    return least <= coverage(estimate, truth, repeats, level) < 1
+
+
+def median_error(estimate: Callable[[torch.Generator], Estimate], truth: Tensor, repeats: int) -> float:
+    """The median over repeats of the relative error."""
+    values = torch.stack([estimate(seeded(seed)).value for seed in range(repeats)])
+    return ((values - truth) / truth).abs().median().item()

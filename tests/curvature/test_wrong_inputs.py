@@ -226,9 +226,7 @@ def test_an_input_of_another_dtype_is_named():
 @pytest.mark.parametrize("labels", [torch.full((4,), 9), torch.rand(4), torch.zeros(4, dtype=torch.int32)])
 @pytest.mark.parametrize("make", [mg.ggn, mg.fisher, mg.kfac])
 def test_labels_that_the_loss_cannot_take_are_named(make, labels):
-    with pytest.raises(
-        ValueError, match=r"loss_fn\(output, y\) raised an error.*labels must be int64, from 0"
-    ):
+    with pytest.raises(ValueError, match=r"loss_fn\(output, y\) raised .*labels must be int64"):
         make(NET, F.cross_entropy, PARAMS, (X, labels))
 
 
@@ -239,9 +237,7 @@ def checkpointed(params, x):
 
 def test_a_jacobian_through_the_checkpoint_of_torch_is_an_error():
     params = {"weight": NET.weight}
-    with pytest.raises(
-        RuntimeError, match=r"jacobian\(fn, params, data\): fn uses .*Call metagrad.checkpoint"
-    ):
+    with pytest.raises(RuntimeError, match=r"jacobian\(fn, params, data\): .*metagrad.checkpoint"):
         curvature.jacobian(checkpointed, params, X)
     with mg.MemoryTracker(device="cpu"):  # which has hooks of its own
         found = curvature.jacobian(lambda p, x: torch.tanh(x @ p["weight"].T), params, X)

@@ -63,9 +63,7 @@ def test_the_program_looks_once(folder, capsys, monkeypatch):
 
 def test_what_cannot_be_watched_is_a_sentence(folder, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        ValueError, match=r"watch: .*empty has no run in it or below it: expected a metrics.jsonl"
-    ):
+    with pytest.raises(ValueError, match=r"watch: .*empty has no run in it or .* a metrics.jsonl"):
         runs_below(tmp_path / "empty")
     with pytest.raises(ValueError, match=r"no run below .*sweep has the metric accuracy"):
         watch.watch(folder, "accuracy", 1.0, once=True)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
+from tests.frames import LIBRARY, frames_of
 
-LIBRARY = str(Path(mg.__file__).parent)
 PRODUCTS = {F.linear, torch.baddbmm, torch.bmm}
 MOST_FILES = 6
 MOST_FRAMES = {"full": 10, "step": 18}
@@ -30,27 +26,6 @@ class Wrapped(nn.Module):
         return self.layer(x)
 
 
-def frames_of(call: Callable[[], object]) -> list[tuple[str, str]]:
-    """Return the functions of the library, and their files, on the stack of the first matrix product of a call."""
-    found: list[tuple[str, str]] = []
-
-    def profile(frame, event, function):
-        if found or event != "c_call" or function not in PRODUCTS:
-            return
-        while frame is not None:
-            if frame.f_code.co_filename.startswith(LIBRARY):
-                found.append((frame.f_code.co_filename, frame.f_code.co_name))
-            frame = frame.f_back
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return found[::-1]
-
-
 @pytest.mark.parametrize("memory", ["full", "step"])
 @pytest.mark.parametrize("task_chunk", [None, 1])
 @pytest.mark.parametrize(
@@ -64,7 +39,9 @@ def test_a_meta_gradient_reaches_the_model_in_few_frames(make, task_chunk, memor
     )
     batch = mg.tasks.Sinusoid(shots=3, queries=3).sample(2)
     maml(batch)  # examines the model
-    frames = frames_of(lambda: maml(batch))
+    frames = frames_of(
+        lambda: maml(batch), lambda frame, event, function: event == "c_call" and function in PRODUCTS
+    )
     shown = "\n".join(f"{file.removeprefix(LIBRARY)} {name}" for file, name in frames)
     assert 0 < len(frames) <= MOST_FRAMES[memory], shown
     assert memory != "full" or len({file for file, _ in frames}) <= MOST_FILES, shown

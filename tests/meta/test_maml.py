@@ -44,23 +44,39 @@ def tied():
     return nn.Sequential(nn.Linear(2, 3), first, nn.Tanh(), second).double()
 
 
+def frozen():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
 def conv(norm):
     torch.manual_seed(3)
     return mg.models.Conv4(3, hidden=4, image_size=16, norm=norm).double()
 
 
-def meta_gradient(loss, model):
-    return gradients(loss, [p for p in model.parameters() if p.requires_grad])
+def meta_gradient(loss, model, **options):
+    return gradients(loss, [p for p in model.parameters() if p.requires_grad], **options)
+
+
+def derivatives(loss, model):
+    """Return the gradient, and the gradient of its squares: third order in the inner loss.
+
+    Third derivatives of torch's layer norm, which ``Custom`` has, are incorrect.
+    """
+    first = meta_gradient(loss, model, create_graph=True)
+    return [*first, *meta_gradient(sum(g.square().sum() for g in first), model)]
 
 
 def assert_same(got, expected, rtol=1e-10):
-    scale = max(float(e.abs().max()) for e in expected)
+    scale = max(float(e.detach().abs().max()) for e in expected)
     for a, b in zip(got, expected, strict=True):
         # A bias before BatchNorm has the exact gradient 0, so the tolerance uses the scale of the whole gradient.
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * scale)
 
 
-REGRESSION = {"MLP": mlp, "custom forward": Custom, "tied weights": tied}
+REGRESSION = {"MLP": mlp, "custom forward": Custom, "tied weights": tied, "frozen": frozen}
 
 
 def is_fast(model, steps, memory, task_chunk):
@@ -78,7 +94,11 @@ def test_meta_gradient_equals_the_textbook_loop(regression, model, steps, memory
     expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=steps)
     out = maml(regression)
     torch.testing.assert_close(out.query_losses, expected, rtol=1e-10, atol=1e-12)
-    assert_same(meta_gradient(out.loss, model), meta_gradient(expected.mean(), model))
+    found, expected = (
+        meta_gradient(loss, model) if isinstance(model, Custom) else derivatives(loss, model)
+        for loss in (out.loss, expected.mean())
+    )
+    assert_same(found, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -105,22 +125,6 @@ def test_support_losses_at_first_order_have_a_gradient_where_steps_are_computed_
     with pytest.raises(RuntimeError, match=r'out.support_losses has no gradient. Pass memory="step"'):
         first_order("full")
     assert_same(first_order("step"), first_order("sqrt"))
-
-
-@pytest.mark.parametrize("memory", ["full", "step"])
-def test_the_hessian_of_the_meta_objective(regression, memory):
-    """A third derivative of the model equals the plain loop."""
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    params = list(model.parameters())
-    maml = learner(mg.MAML, model, steps=3, memory=memory)
-
-    def hessian_products(loss):
-        grads = torch.autograd.grad(loss, params, create_graph=True)
-        assert all(g.requires_grad for g in grads)
-        return torch.autograd.grad(sum((g**2).sum() for g in grads), params)
-
-    expected = hessian_products(textbook(model, F.mse_loss, regression, lr=0.1, steps=3).mean())
-    assert_same(hessian_products(maml(regression).loss), expected)
 
 
 @pytest.mark.parametrize("memory", ["full", "step"])
@@ -190,16 +194,6 @@ def test_adapt_gives_the_model_that_forward_evaluates_also_without_grad_mode(reg
         assert torch.equal(adapted.steps, expected.steps)
 
 
-def test_frozen_parameters_are_shared_and_not_adapted(regression):
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    model[2].bias.requires_grad_(False)
-    maml = learner(mg.MAML, model, steps=3)
-    assert "0.weight" not in maml.adapt(regression.support).params
-    expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=3).mean()
-    assert_same(meta_gradient(maml(regression).loss, model), meta_gradient(expected, model))
-
-
 def test_a_parameter_the_loss_does_not_use_stays_as_it_is(regression):
     model = mlp()
     model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
@@ -223,16 +217,6 @@ def test_dropout_masks_differ_from_task_to_task_and_repeat_with_the_seed():
     assert not torch.equal(results[0][0][0], results[0][0][1])
 
 
-class DataDependent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(6)
-        self.linear = nn.Linear(2, 3).double()
-
-    def forward(self, x):
-        return self.linear(x) if x.sum() > 0 else -self.linear(x)
-
-
 def test_running_statistics_are_updated_once_with_recomputation(regression):
     model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
     models = [model, copy.deepcopy(model)]
@@ -241,18 +225,6 @@ def test_running_statistics_are_updated_once_with_recomputation(regression):
         maml(regression).loss.backward()
     torch.testing.assert_close(models[0][1].running_mean, models[1][1].running_mean)
     assert models[1][1].num_batches_tracked == 4 * 3
-
-
-def test_a_fallback_leaves_the_random_numbers_as_the_loop_draws_them(regression):
-    def run(task_chunk):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Dropout(0.5), DataDependent())
-        maml = learner(mg.MAML, model, task_chunk=task_chunk)
-        return maml(regression).loss
-
-    with pytest.warns(UserWarning, match="one by one"):
-        automatic = run(None)
-    assert torch.equal(automatic, run(1))
 
 
 def test_an_error_of_the_model_is_not_taken_for_one_of_vmap(regression):

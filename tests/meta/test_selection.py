@@ -15,6 +15,7 @@ import metagrad as mg
 from metagrad.tasks import Batch, Examples
 from tests.marks import slow
 from tests.meta.textbook import (
+    Adapting,
     Scaled,
     assert_close,
     assert_learns_as,
@@ -125,21 +126,11 @@ def test_shared_parameters_get_the_gradient_of_a_plain_loop(regression, order, t
     assert_learns_as(maml(regression), expected, maml.parameters())
 
 
-class Adapts(nn.Module):
-    """Calls ``adapt`` with substituted parameters, which are restored before the adapted model is called."""
-
-    def __init__(self, maml) -> None:
-        super().__init__()
-        self.maml = maml
-
-    def forward(self, support):
-        return self.maml.adapt(support)
-
-
 def test_an_adapted_model_keeps_what_is_shared(regression):
+    """The parameters are restored before the adapted model is called."""
     maml = maml_of(net(), "head")
-    values = {name: p.detach() * 1.1 for name, p in Adapts(maml).named_parameters()}
-    adapted = functional_call(Adapts(maml), values, (regression.support,))
+    values = {name: p.detach() * 1.1 for name, p in Adapting(maml).named_parameters()}
+    adapted = functional_call(Adapting(maml), values, (regression.support,))
     other = net()
     with torch.no_grad():
         for p in other.parameters():

@@ -54,6 +54,22 @@ def net(features=4):
     return nn.Sequential(nn.Linear(2, features), nn.Tanh(), nn.Linear(features, 3)).double()
 
 
+def normed_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+class Adapting(nn.Module):
+    """Calls ``adapt`` of an algorithm, which may have substituted parameters."""
+
+    def __init__(self, algorithm):
+        super().__init__()
+        self.algorithm = algorithm
+
+    def forward(self, support):
+        return self.algorithm.adapt(support)
+
+
 class Graph(nn.Module):
     """A graph network layer, whose input has all nodes of the graph."""
 

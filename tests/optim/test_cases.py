@@ -303,9 +303,7 @@ def test_sparse_gradients_are_exact_or_refused_by_name(name):
     if rule.takes_rows:
         torch.testing.assert_close(rows_step(rule, table, gradient), dense)
     else:
-        with pytest.raises(
-            TypeError, match=rf"{re.escape(rule.call)}.update: the gradient of 'w' is RowSparse"
-        ):
+        with pytest.raises(TypeError, match=rf"{re.escape(rule.call)}.update: .* of 'w' is RowSparse"):
             rows_step(rule, table, gradient)
 
 

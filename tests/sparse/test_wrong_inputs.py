@@ -58,21 +58,8 @@ CALLS = {  # how an error names the call: the function and its arguments
     "SparsePolicy": (sparse.SparsePolicy, 0.5, 0, "auto", 100),
     "use_policy": (lambda policy: sparse.use_policy(policy).__enter__(), sparse.SparsePolicy()),
 }
-WRONG = [
-    None,
-    3,
-    -1,
-    2.5,
-    True,
-    "a",
-    [0, 1],
-    (2,),
-    A,
-    object(),
-    tensor([5, 7]),
-    tensor([0.5, 1.5]),
-    torch.ones(5, 5),
-]
+WRONG = [None, 3, -1, 2.5, True, "a", [0, 1], (2,), A, object()]
+WRONG += [tensor([5, 7]), tensor([0.5, 1.5]), torch.ones(5, 5)]
 WRONG += [torch.ones(2, 3, dtype=torch.complex64), X.double(), X.to("meta"), X.to_sparse()]
 
 

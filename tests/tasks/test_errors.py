@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from metagrad.tasks import FewShot, GaussianProcess, Lines, Sinusoid, SinusoidOrLine, StepFunctions, Tabular
+from tests.draws import seeded
 from tests.sparse.mistakes import complaints
 from tests.tasks.fewshot.test_few_shot import data
-from tests.tasks.seeds import seeded
 from tests.tasks.test_tabular import table
 
 

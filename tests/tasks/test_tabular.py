@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from metagrad.tasks import Tabular
-from tests.tasks.seeds import seeded
+from tests.draws import seeded
 
 CSV = """who,age,kind,size
 "ann",1,cat,2.5

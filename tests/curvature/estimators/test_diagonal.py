@@ -3,8 +3,7 @@ import torch
 
 import metagrad as mg
 from metagrad.curvature.estimators.diagonal import diagonal
-from tests.curvature.coverage import coverage
-from tests.curvature.maps import SPECTRA, MatrixMap, matrix, seeded
+from tests.curvature.maps import SPECTRA, MatrixMap, coverage, matrix, seeded
 
 
 @pytest.mark.parametrize("chunk", ["64MiB", 3 * 8 * 12, 1])

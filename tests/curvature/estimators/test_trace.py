@@ -10,8 +10,7 @@ import torch
 
 import metagrad as mg
 from metagrad.curvature.estimators.trace import effective_rank, trace
-from tests.curvature.coverage import covers, median_error
-from tests.curvature.maps import SPECTRA, DiagonalMap, MatrixMap, matrix, seeded
+from tests.curvature.maps import SPECTRA, DiagonalMap, MatrixMap, covers, matrix, median_error, seeded
 from tests.marks import slow
 
 
@@ -287,9 +286,7 @@ def test_differentiable_as_the_products_are(method, distribution):
 def test_a_derivative_that_does_not_exist_is_an_error():
     for method in SKETCHING:
         A = low_rank().requires_grad_()
-        with pytest.raises(
-            ValueError, match=r'require grad.* numerically dependent.*method="hutchinson" or fewer'
-        ):
+        with pytest.raises(ValueError, match=r'require grad.* dependent.*method="hutchinson" or fewer'):
             trace(MatrixMap(A), method=method, probes=30, generator=seeded())
         with torch.no_grad():
             trace(MatrixMap(A), method=method, probes=30, generator=seeded())
@@ -302,9 +299,7 @@ def test_a_product_that_is_not_finite_is_an_error():
     for method in METHODS:
         matrix = torch.eye(9)
         matrix[4, 4] = float("nan")
-        with pytest.raises(
-            ValueError, match=r"trace\(operator, \.\.\.\): a product of the operator has NaN or inf"
-        ):
+        with pytest.raises(ValueError, match=r"trace\(operator, \.\.\.\): a product .* NaN or inf"):
             trace(MatrixMap(matrix), method=method, probes=6)
 
 

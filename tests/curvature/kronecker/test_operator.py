@@ -325,9 +325,7 @@ def test_what_is_not_known_is_an_error():
         kfac(model, F.cross_entropy, params, data, fisher="true")
     zero = kfac(model, F.cross_entropy, params, (0 * data[0], data[1]), fisher="exact")
     for call in (zero.inverse, zero.root, zero.log_determinant, lambda: zero.solve(drawn(18))):
-        with pytest.raises(
-            ValueError, match=r"the block of .* is singular: damping: expected above 0, got 0"
-        ):
+        with pytest.raises(ValueError, match=r"block of .* is singular: damping: expected above 0, got 0"):
             call()
     with pytest.raises(ValueError, match="damping: expected a number of 0 or more"):
         zero.solve(drawn(18), damping=-1.0)

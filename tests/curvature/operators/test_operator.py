@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +11,7 @@ import metagrad as mg
 from metagrad.curvature.operators.operator import Identity, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse import SparseTensor
+from tests.frames import frames_of
 from tests.meta.checks.test_preflight import Detached, Wrong
 
 
@@ -93,9 +91,7 @@ def test_factors_can_be_differentiated():
 
 def test_operators_on_other_parameters_do_not_add():
     other = Identity(ParameterSpace({"c": torch.zeros(6, dtype=torch.float64)}))
-    with pytest.raises(
-        ValueError, match=r"A \+ B: expected operators on the same parameters.*a.w, b.*, got .*c\)"
-    ):
+    with pytest.raises(ValueError, match=r"A \+ B: .* on the same parameters.*a.w, b.*, got .*c\)"):
         Dense(A) + other
     for operation in (lambda: Dense(A) + 1.0, lambda: Dense(A) - 1.0, lambda: Dense(A) * None):
         with pytest.raises(TypeError, match="unsupported operand"):
@@ -254,32 +250,13 @@ def test_a_product_after_the_module_changed_is_of_the_module_as_it_was(kind):
         torch.testing.assert_close(H @ torch.ones(2, dtype=torch.float64), expected)
 
 
-def frames_of(call):
-    """Return the functions of the library on the stack of the first backward pass of a call."""
-    found = []
-    library = str(Path(mg.__file__).parent)
-
-    def profile(frame, event, function):
-        if found or event != "call" or frame.f_code is not torch.autograd.grad.__code__:
-            return
-        while frame is not None:
-            if frame.f_code.co_filename.startswith(library):
-                found.append(frame.f_code.co_name)
-            frame = frame.f_back
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return found[::-1]
-
-
 def test_a_product_is_six_frames_away():
+    def is_reached(frame, event, function):
+        return event == "call" and frame.f_code is torch.autograd.grad.__code__
+
     w = torch.ones(2, requires_grad=True)
     with mg.hessian((w**3).sum(), {"w": w}) as H:
-        assert 0 < len(frames_of(lambda: H @ torch.ones(2))) <= 6
+        assert 0 < len(frames_of(lambda: H @ torch.ones(2), is_reached)) <= 6
 
 
 class Hooked(nn.Module):
@@ -328,9 +305,7 @@ def test_operators_of_graphs_with_hooks_are_symmetric_or_an_error(hook):
             if is_linear:
                 use(make())
             else:
-                with pytest.raises(
-                    ValueError, match=r"H @ v: H is not symmetric: .* A hook or an autograd.Function"
-                ):
+                with pytest.raises(ValueError, match=r"H @ v: H is not symmetric: .* A hook"):
                     use(make())
 
 
@@ -350,9 +325,7 @@ def test_a_custom_function_is_named_before_it_is_differentiated_twice(function):
             @ w
         ),
     ):
-        with pytest.warns(
-            UserWarning, match=rf"has the custom autograd.Function {function.__name__}, which is diff"
-        ):
+        with pytest.warns(UserWarning, match=rf"custom autograd.Function {function.__name__}, which"):
             use()
 
 

@@ -144,9 +144,7 @@ def test_more_steps_than_allowed():
     solution = solve(MatrixMap(matrix("flat", 30)), drawn(30), max_steps=2)
     assert solution.result is Result.MAX_STEPS
     assert solution.stats.steps == 2
-    with pytest.raises(
-        SolveError, match=r"right-hand side 0 of 1, after 2 steps .* max_steps was reached before"
-    ):
+    with pytest.raises(SolveError, match=r"right-hand side 0 of 1, after 2 steps .* max_steps was"):
         solve(MatrixMap(matrix("flat", 30)), drawn(30), max_steps=2, throw=True)
 
 
@@ -268,8 +266,7 @@ def test_one_derivative_too_many_raises():
         for _ in range(order):
             (level,) = torch.autograd.grad((level**3).sum(), theta, create_graph=True)
         with pytest.raises(
-            RuntimeError,
-            match=rf"order={order}\): the solution is differentiated more often .* order={order + 1}",
+            RuntimeError, match=rf"order={order}\): .* differentiated more often .* order={order + 1}"
         ):
             torch.autograd.grad((level**3).sum(), theta)
 

@@ -109,10 +109,7 @@ def scaled(factor: float) -> Method:
 
 def test_ours_must_not_be_wrong(monkeypatch):
     monkeypatch.setitem(METHODS, OURS, scaled(1.001))
-    with pytest.raises(
-        SystemExit,
-        match=r'tiny: metagrad, "full" does not agree with the naive loop: error 1\.0e-03\. Nothing',
-    ):
+    with pytest.raises(SystemExit, match=r'tiny: metagrad, "full" does not agree .* error 1\.0e-03'):
         runner.agreement(ask, "tiny", [OURS])
 
 
@@ -138,19 +135,8 @@ def test_the_table_says_what_was_measured():
     lines = program.table("tiny", "two tasks", records).splitlines()
     assert lines[0] == "tiny: two tasks"
     assert lines[2].split() == [*BASELINE.split(), "1000.0", "1.00x", "1.00", "to", "1.00", "1.00", "1.00x"]
-    assert lines[3].split() == [
-        "JAX",
-        "jit",
-        "375.0",
-        "3.00x",
-        "2.00",
-        "to",
-        "4.00",
-        "0.50*",
-        "0.50x",
-        "19.8,",
-        "4.0",
-    ]
+    measured = "JAX jit 375.0 3.00x 2.00 to 4.00 0.50* 0.50x 19.8, 4.0"
+    assert lines[3].split() == measured.split()
 
 
 @pytest.mark.slow

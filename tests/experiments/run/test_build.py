@@ -12,9 +12,7 @@ def test_only_allowed_targets_are_built(target):
 
 
 def test_a_refused_argument_is_told_in_the_words_of_who_refused_it(composed):
-    with pytest.raises(
-        ValueError, match=r"model: metagrad\.models\.MLP: model\.sizes: .*two or more positive"
-    ):
+    with pytest.raises(ValueError, match=r"model: metagrad\.models\.MLP: .*sizes: .*two or more"):
         build(composed("model.sizes=[1]").model, key="model")
 
 

@@ -66,9 +66,7 @@ def test_no_flipped_byte_loads(saved):
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
-        with pytest.raises(
-            ValueError, match=r"resume: .*last\.pt is (damaged|not a checkpoint of version 1)"
-        ):
+        with pytest.raises(ValueError, match=r"resume: .*last\.pt is (damaged|not a checkpoint)"):
             checkpoint.load(path)
     path.write_bytes(content)
     assert checkpoint.load(path)["step"] == 7

@@ -211,9 +211,7 @@ def test_a_signal_saves_a_run_that_then_goes_on_as_if_nothing_had_happened(
     run, fast_run, tmp_path, monkeypatch, number
 ):
     real, calls = outer_step_of_the_loop(monkeypatch, number)
-    with pytest.raises(
-        Interrupted, match=r"Interrupted by SIG.* after 3 of 4 iterations\. Resume with: python -m "
-    ):
+    with pytest.raises(Interrupted, match=r"by SIG.* after 3 of 4 iterations\. Resume with: python -m "):
         run(tmp_path, "checkpoint.every=100")
     assert calls == [1, 2, 3]
     assert checkpoint.load(tmp_path / checkpoint.FILE)["step"] == 3
@@ -242,7 +240,5 @@ def outer_step_of_the_loop(monkeypatch, number):
 def test_a_run_folder_cannot_go_on_in_another_folder(tmp_path):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("[]")
-    with pytest.raises(
-        ValueError, match=r"is continued in place, so hydra\.run\.dir cannot be another folder"
-    ):
+    with pytest.raises(ValueError, match=r"continued in place, so hydra\.run\.dir cannot be another"):
         resume.command_line([f"resume={tmp_path}", "hydra.run.dir=new"])

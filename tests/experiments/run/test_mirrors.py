@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,37 +12,12 @@ from experiments.run import loggers as mirror_module
 from experiments.run.loggers import Mirror, open_mirror
 
 
-class Recorder:
-    """Stand in for a wandb run and for the module, and record the calls."""
-
-    Error = RuntimeError
-
-    def __init__(self):
-        self.calls = []
-        self.summary = {}
-
-    def init(self, **settings):
-        self.calls.append(("init", settings))
-        return self
-
-    def Settings(self, **settings):
-        return SimpleNamespace(**settings)
-
-    def define_metric(self, name, **settings):
-        self.calls.append(("define_metric", (name, settings)))
-
-    def log(self, values):
-        self.calls.append(("log", values))
-
-    def finish(self, exit_code=0):
-        self.calls.append(("finish", exit_code))
-
-
 @pytest.fixture
 def wandb(monkeypatch):
-    recorder = Recorder()
-    monkeypatch.setitem(sys.modules, "wandb", recorder)
-    return recorder
+    """Return a stand-in for the module, whose runs record their calls."""
+    module = mock.Mock(Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
 
 
 def open_and_log(composed, tmp_path, resumed_at):
@@ -53,13 +28,13 @@ def open_and_log(composed, tmp_path, resumed_at):
 
 def test_metrics_have_our_step_on_their_axis_and_the_run_is_finished(composed, wandb, tmp_path):
     open_and_log(composed, tmp_path, None)
-    assert wandb.calls[1:] == [
-        ("define_metric", ("step", {})),
-        ("define_metric", ("*", {"step_metric": "step"})),
-        ("log", {"step": 5, "train/query_loss": 1.0}),
-        ("finish", 0),
+    assert wandb.init.return_value.mock_calls == [
+        mock.call.define_metric("step"),
+        mock.call.define_metric("*", step_metric="step"),
+        mock.call.log({"step": 5, "train/query_loss": 1.0}),
+        mock.call.finish(),
     ]
-    settings = wandb.calls[0][1]
+    settings = wandb.init.call_args.kwargs
     assert (settings["name"], settings["notes"], settings["dir"]) == (
         "day/time",
         "A note.",
@@ -73,7 +48,7 @@ def test_a_run_that_goes_on_in_its_folder_is_the_same_wandb_run(composed, wandb,
         (tmp_path / "day" / "time" / "wandb" / name).mkdir(parents=True)
     for resumed_at, expected in ((None, (None, None)), (16, ("second", "allow"))):
         open_and_log(composed, tmp_path, resumed_at)
-        settings = [called for name, called in wandb.calls if name == "init"][-1]
+        settings = wandb.init.call_args.kwargs
         assert (settings["id"], settings["resume"]) == expected
 
 
@@ -85,7 +60,7 @@ def test_a_run_that_fails_is_finished_as_failed_and_its_traceback_is_not_printed
         open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None),
     ):
         raise KeyboardInterrupt
-    assert wandb.calls[-1] == ("finish", 1)
+    assert wandb.init.return_value.mock_calls[-1] == mock.call.finish(exit_code=1)
     assert capsys.readouterr().err == ""
 
 
@@ -135,36 +110,26 @@ def test_wandb_is_the_default_where_it_has_a_key_or_a_mode(tmp_path, monkeypatch
     assert config.composed("config", []).logger.name.value == name
 
 
-class Writer:
-    """Stand in for a `SummaryWriter`, and record the calls."""
-
-    def __init__(self, folder, purge_step):
-        self.calls: list[tuple] = [("opened", folder, purge_step)]
-        Writer.last = self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.calls.append(("closed",))
-
-    def __getattr__(self, name):
-        return lambda *args, **settings: self.calls.append((name, *args, *settings.values()))
-
-
 def test_tensorboard_gets_scalars_images_tables_and_results(composed, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    tensorboard = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     imsave(tmp_path / "curve.png", np.zeros((2, 3, 3)))
     with open_mirror(composed("logger=tensorboard").logger, tmp_path, {"seed": 0}, resumed_at=4) as mirror:
         mirror.log(5, {"train/loss": 1.0})
         mirror.table("memory/phases", [{"phase": "inner", "bytes": 8}])
         mirror.summarise({"test/loss": 0.5})
         mirror.images([tmp_path / "curve.png"])
-    opened, config, scalar, table, result, image, closed = Writer.last.calls
-    assert (opened, closed) == (("opened", str(tmp_path / "tensorboard"), 5), ("closed",))
-    assert config[:2] == ("add_text", "config")
-    assert '"seed": 0' in config[2]
-    assert scalar == ("add_scalar", "train/loss", 1.0, 5)
-    assert table == ("add_text", "memory/phases", "| phase | bytes |\n| --- | --- |\n| inner | 8 |")
-    assert result == ("add_text", "result/test/loss", "0.5")
-    assert (image[0], image[1], image[2].shape, image[3]) == ("add_image", "plots/curve", (2, 3, 4), "HWC")
+    opened = tensorboard.SummaryWriter
+    opened.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=5)
+    opened.return_value.__exit__.assert_called_once()
+    writer = opened.return_value.__enter__.return_value
+    (name, text), _ = writer.add_text.call_args_list[0]
+    assert name == "config"
+    assert '"seed": 0' in text
+    assert writer.add_scalar.call_args == mock.call("train/loss", 1.0, 5)
+    assert writer.add_text.call_args_list[1:] == [
+        mock.call("memory/phases", "| phase | bytes |\n| --- | --- |\n| inner | 8 |"),
+        mock.call("result/test/loss", "0.5"),
+    ]
+    (name, image), settings = writer.add_image.call_args
+    assert (name, image.shape, settings) == ("plots/curve", (2, 3, 4), {"dataformats": "HWC"})

@@ -7,14 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from experiments.studies import attack as program
-from experiments.studies.attack import (
-    Metattack,
-    Surrogate,
-    dense_normalized,
-    is_last,
-    learned,
-    study,
-)
 from experiments.studies.citations import Citations, normalized, ordered
 from metagrad.sparse import SparseTensor
 
@@ -39,8 +31,8 @@ def graph():
 
 
 def attack_on(graph, **options):
-    surrogate = Surrogate(**{"steps": 6, "lr": 0.2, "momentum": 0.9, "memory": "sqrt", **options})
-    return Metattack(graph, surrogate, block=60, seed=0)
+    surrogate = program.Surrogate(**{"steps": 6, "lr": 0.2, "momentum": 0.9, "memory": "sqrt", **options})
+    return program.Metattack(graph, surrogate, block=60, seed=0)
 
 
 @pytest.mark.parametrize("memory", ["full", "sqrt"])
@@ -53,7 +45,7 @@ def test_the_meta_gradient_is_that_of_a_naive_loop_on_a_dense_matrix(graph, memo
         graph, start, attack.target, lambda w: normalized(pairs, w, NODES), weights.double()
     )
     values = weights.double().requires_grad_()
-    matrix = dense_normalized(pairs, values, NODES)
+    matrix = program.dense_normalized(pairs, values, NODES)
     power, weight, velocity = matrix @ matrix @ graph.words.to_dense(), start["weight"], 0.0
     for _ in range(6):
         loss = F.cross_entropy((power @ weight)[graph.train], graph.labels[graph.train])
@@ -67,7 +59,7 @@ def test_the_meta_gradient_is_that_of_a_naive_loop_on_a_dense_matrix(graph, memo
 
 def test_no_paper_loses_its_last_edge(graph):
     pairs = torch.tensor([[0, 1], [1, 2], [2, 3], [1, 3]])
-    assert is_last(pairs, 5).tolist() == [True, False, False, False]
+    assert program.is_last(pairs, 5).tolist() == [True, False, False, False]
     attack = attack_on(graph)
     for _ in range(8):
         attack.flip()
@@ -76,7 +68,7 @@ def test_no_paper_loses_its_last_edge(graph):
 
 
 def test_learned_weights_fall_where_subjects_differ(graph):
-    weights = learned(graph, graph.pairs, seed=0, steps=4, inner_steps=4)
+    weights = program.learned(graph, graph.pairs, seed=0, steps=4, inner_steps=4)
     same = graph.labels[graph.pairs[:, 0]] == graph.labels[graph.pairs[:, 1]]
     assert weights[same].mean() > weights[~same].mean() + 0.05
 
@@ -88,7 +80,7 @@ SMALL = ("victims=2", "points=2", "block=60", "fraction=0.05", "surrogate.steps=
 def test_the_program_writes_tables(graph, configured, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "load", lambda: graph)
     monkeypatch.setattr(program, "largest_component", lambda graph, generator: graph)
-    study.run(configured(study, *SMALL, "defense_steps=2", "defense_inner=3"), tmp_path)
+    program.study.run(configured(program.study, *SMALL, "defense_steps=2", "defense_inner=3"), tmp_path)
     result = json.loads((tmp_path / "cora" / "0" / "result.json").read_text())
     assert result["memory"]["sparse"] > 0
     assert {len(found["accuracies"]) for found in result["graphs"].values()} == {2}

@@ -7,25 +7,17 @@ import torch
 from torch import nn
 
 import metagrad as mg
-from experiments.studies.landscape import (
-    Method,
-    Problem,
-    RunConfig,
-    edge,
-    objective,
-    optimizer_of,
-    preconditioned,
-    study,
-    take_step,
-)
+from experiments.studies import landscape
 
 ADAM = {"betas": [0.9, 0.99], "eps": 1e-8}
 RUNS = {
-    "gd": RunConfig("", Method.gd, 0.5),
-    "momentum": RunConfig("", Method.gd, 0.5, {"momentum": 0.8}),
-    "adam": RunConfig("", Method.adam, 0.01, ADAM),
-    "soap": RunConfig("", Method.soap, 0.01, {**ADAM, "weight_decay": 0.0}),
-    "kfac": RunConfig("", Method.kfac, 0.01, {"kl_clip": None, "fisher": "sampled", "momentum": 0.9}),
+    "gd": landscape.RunConfig("", landscape.Method.gd, 0.5),
+    "momentum": landscape.RunConfig("", landscape.Method.gd, 0.5, {"momentum": 0.8}),
+    "adam": landscape.RunConfig("", landscape.Method.adam, 0.01, ADAM),
+    "soap": landscape.RunConfig("", landscape.Method.soap, 0.01, {**ADAM, "weight_decay": 0.0}),
+    "kfac": landscape.RunConfig(
+        "", landscape.Method.kfac, 0.01, {"kl_clip": None, "fisher": "sampled", "momentum": 0.9}
+    ),
 }
 
 
@@ -36,17 +28,17 @@ def small():
     model = mg.models.MLP([4, 3, 2], nn.Tanh).double()
     x, y = torch.randn(12, 4, dtype=torch.float64), torch.eye(2, dtype=torch.float64).repeat(6, 1)
 
-    return Problem(model, (x, y), (x, y))
+    return landscape.Problem(model, (x, y), (x, y))
 
 
 @pytest.mark.parametrize("name", ["adam", "soap", "kfac"])
 def test_the_preconditioner_is_that_of_the_step(small, name):
     run = RUNS[name]
-    optimizer = optimizer_of(run, small.model)
+    optimizer = landscape.optimizer_of(run, small.model)
     for _ in range(12):
-        take_step(run, small, optimizer)
+        landscape.take_step(run, small, optimizer)
     with mg.hessian(small.loss(small.params), small.params) as H:
-        operator = preconditioned(H, run, optimizer, small.model)
+        operator = landscape.preconditioned(H, run, optimizer, small.model)
         values = operator.eigenvalues(1, rtol=1e-10).values
         inverse = operator.root(operator.root(torch.eye(H.shape[0], dtype=H.dtype)))
         expected = torch.linalg.eigvals(inverse @ H.to_dense()).real.max()
@@ -85,7 +77,7 @@ def test_steps_on_a_parabola_grow_beyond_the_edge_and_shrink_before_it(name):
     run = RUNS[name]
     beta, averaged = run.options.get("momentum", run.options.get("betas", [0.0])[0]), name == "adam"
     for factor, grows in ((0.95, False), (1.05, True)):
-        curvature = factor * edge(run, 1.0)
+        curvature = factor * landscape.edge(run, 1.0)
         w, v = 1.0, 0.0
         for _ in range(400):
             v = beta * v + (1 - beta if averaged else 1) * curvature * w
@@ -97,9 +89,9 @@ def test_the_objectives_are_those_of_plain_torch(small, monkeypatch):
     params = list(small.params.values())
 
     def gradient(run):
-        return torch.autograd.grad(objective(run, small), params)
+        return torch.autograd.grad(landscape.objective(run, small), params)
 
-    found = gradient(RunConfig("", Method.gd, 0.5, rho=0.1))
+    found = gradient(landscape.RunConfig("", landscape.Method.gd, 0.5, rho=0.1))
     plain = torch.autograd.grad(small.loss(small.params), params, create_graph=True)
     norm = sum(part.square().sum() for part in plain).sqrt().detach()
     moved = [(p + 0.1 * part / norm).detach().requires_grad_() for p, part in zip(params, plain, strict=True)]
@@ -107,7 +99,7 @@ def test_the_objectives_are_those_of_plain_torch(small, monkeypatch):
     torch.testing.assert_close(found, torch.autograd.grad(uphill, moved), rtol=1e-9, atol=1e-12)
 
     torch.manual_seed(3)
-    found = gradient(RunConfig("", Method.gd, 0.5, penalty=0.7))
+    found = gradient(landscape.RunConfig("", landscape.Method.gd, 0.5, penalty=0.7))
     torch.manual_seed(3)
     probes = mg.curvature.sample_probes(
         1, sum(p.numel() for p in params), distribution="rademacher", dtype=torch.float64, device="cpu"
@@ -123,9 +115,9 @@ def test_the_objectives_are_those_of_plain_torch(small, monkeypatch):
 @pytest.mark.slow
 def test_the_small_run_draws_its_table(configured, strokes, tmp_path):
     settings = ("preset=small", "count=2", "steps=4", "every=2", "hidden=[4]")
-    text = study.run(configured(study, *settings), tmp_path)
+    text = landscape.study.run(configured(landscape.study, *settings), tmp_path)
     titles = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
-    assert titles == [run.title for run in configured(study).runs.values()]
+    assert titles == [run.title for run in configured(landscape.study).runs.values()]
     result = json.loads((tmp_path / "kfac" / "0" / "result.json").read_text())
     assert [row["step"] for row in result["path"]] == [0, 2, 4]
     assert [row["step"] for row in result["traces"]] == [0, 4]

@@ -14,7 +14,7 @@ from torch.func import functional_call
 import metagrad as mg
 from metagrad.tasks import Batch, Examples, FewShot
 from tests.marks import covering, fast
-from tests.meta.textbook import some_tasks
+from tests.meta.textbook import Adapting, some_tasks
 
 TASKS, WAYS, FEATURES = 3, 3, 4
 LABELS = torch.tensor([[0, 1, 2, 0, 1, 2, 2], [2, 2, 2, 2, 1, 0, 0], [0, 0, 1, 1, 2, 0, 1]])  # unequal shots
@@ -190,22 +190,11 @@ def test_forward_mode_and_hessians_of_torch_func(name, batch):
     assert_close(torch.func.jvp(gradient, (params,), (direction,))[1], expected)
 
 
-class Adapting(nn.Module):
-    def __init__(self, algorithm):
-        super().__init__()
-        self.algorithm = algorithm
-
-    def forward(self, support):
-        return self.algorithm.adapt(support)
-
-
 @every
 def test_a_task_that_is_not_finite_is_told_or_left_out(case, batch):
     algorithm = make(case)
     batch.support.x[1, 0, 0] = torch.nan
-    with pytest.raises(
-        FloatingPointError, match=rf"^{algorithm._name}: the loss of task 1 is nan on its query"
-    ):
+    with pytest.raises(FloatingPointError, match=rf"^{algorithm._name}: .* task 1 is nan on its query"):
         algorithm(batch)
     algorithm.nonfinite = "skip"
     out = algorithm(batch)
@@ -231,9 +220,7 @@ def test_a_gradient_that_is_not_finite_is_told(batch):
 
     tempered = mg.ProtoNet(nn.Linear(2, 2), Tempered(1, 1))
     half = torch.randn(2, 3, 2), torch.tensor([[0, 1, 2], [0, 1, 0]])
-    with pytest.raises(
-        FloatingPointError, match=r"task 1 .* multiplies the -inf of a class that a task lacks"
-    ):
+    with pytest.raises(FloatingPointError, match=r"task 1 .* the -inf of a class that a task lacks"):
         tempered((half, half)).loss.backward()
 
 
@@ -267,9 +254,7 @@ def test_running_statistics_are_those_of_tasks_one_by_one(batch):
     for x, query in zip(batch.support.x, batch.query.x, strict=True):
         expected(x), expected(query)
     algorithm = mg.ProtoNet(model)
-    with pytest.warns(
-        UserWarning, match="^ProtoNet: the tasks of a batch run one by one, because BatchNorm1d"
-    ):
+    with pytest.warns(UserWarning, match="^ProtoNet: the tasks .* one by one, because BatchNorm1d"):
         algorithm(batch)
     assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
     model.eval()

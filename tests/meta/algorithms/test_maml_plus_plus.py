@@ -6,17 +6,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import metagrad as mg
 from tests.marks import slow
+from tests.meta.textbook import normed_net
 
 EPS, STEPS = 1e-5, 3
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
 def learner_of(model, **options):
@@ -59,7 +54,7 @@ def assert_close(got, expected):
     [(0, 1, [1 / 3, 1 / 3, 1 / 3]), (2, 2, [1 / 6, 1 / 6, 2 / 3]), slow(4, 2, [0, 0, 1])],
 )
 def test_the_meta_gradient_is_that_of_the_textbook(regression, update, order, weights, memory, task_chunk):
-    learner = learner_of(network(), memory=memory, task_chunk=task_chunk)
+    learner = learner_of(normed_net(), memory=memory, task_chunk=task_chunk)
     for _ in range(update):
         learner.advance()
     assert learner.order == order
@@ -70,7 +65,7 @@ def test_the_meta_gradient_is_that_of_the_textbook(regression, update, order, we
 
 
 def test_the_weights_anneal_to_the_last_step_alone():
-    learner = learner_of(network())
+    learner = learner_of(normed_net())
     seen = []
     for _ in range(6):
         seen.append(learner.query_weights)
@@ -81,7 +76,7 @@ def test_the_weights_anneal_to_the_last_step_alone():
 
 
 def test_what_is_assigned_takes_the_place_of_the_schedule():
-    learner = learner_of(network())
+    learner = learner_of(normed_net())
     learner.query_weights = [0.0, 0.0, 1.0]
     learner.advance()
     assert learner.query_weights == [0.0, 0.0, 1.0]
@@ -101,10 +96,10 @@ def test_training_resumes_where_it_was(regression):
             losses.append(loss.item())
         return losses
 
-    learner = learner_of(network())
+    learner = learner_of(normed_net())
     outer = torch.optim.SGD(learner.parameters(), lr=0.1)
     train(learner, outer, 2)
-    resumed = learner_of(network())
+    resumed = learner_of(normed_net())
     resumed.load_state_dict(learner.state_dict())
     copied = copy.deepcopy(learner)
     expected = train(learner, outer, 3)

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
 from tests.marks import covering
-from tests.meta.textbook import gradients, net, some_tasks
+from tests.meta.textbook import gradients, net, normed_net, some_tasks
 
 rules = mg.optim.rules
 
@@ -162,22 +162,15 @@ def test_a_second_derivative_is_refused(regression):
         first.sum().backward()
 
 
-class Normalised(nn.Sequential):
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
-        self.double()
-
-
 @pytest.mark.parametrize("norm", ["transductive", "support", "running"])
 def test_policies_for_statistics(regression, norm):
     """Vectorized tasks and a loop agree, with the losses of MAML."""
     options: Any = {"inner": rules.sgd(lr=0.1), "steps": 2, "norm": norm}
     found = []
     for task_chunk in (None, 1):
-        learner = mg.Reptile(Normalised(), F.mse_loss, examples="support", task_chunk=task_chunk, **options)
+        learner = mg.Reptile(normed_net(), F.mse_loss, examples="support", task_chunk=task_chunk, **options)
         out = learner(regression)
-        expected = mg.MAML(Normalised(), F.mse_loss, order=1, **options)(regression)
+        expected = mg.MAML(normed_net(), F.mse_loss, order=1, **options)(regression)
         torch.testing.assert_close(out.query_losses, expected.query_losses)
         buffers = [buffer.double() for buffer in learner.buffers()]
         found.append((*gradients(out.loss, learner.parameters()), *buffers))

@@ -203,6 +203,10 @@ def by_sign(module: Calling, x: Tensor) -> Tensor:
     return y if x.sum() > 0 else -y
 
 
+def behind_dropout() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.5), Calling(by_sign))
+
+
 class Case(NamedTuple):
     make: Callable[[], nn.Module]
     reason: str | None = None  # None means that the tasks are vectorized
@@ -239,7 +243,7 @@ CASES = {
         lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
         r"BatchNorm1d \(1\) updates running statistics",
     ),
-    "control flow": Case(of(by_sign), "torch.vmap cannot take the model.*data-dependent control flow"),
+    "control flow": Case(behind_dropout, "torch.vmap cannot take the model.*data-dependent control flow"),
     "backward hook": Case(with_module_hook, r"backward hooks of Tanh \(1\)"),
     "hook on a tensor": Case(of(reversed_gradient), "cannot register a hook"),
     "hook on a node": Case(of(reversed_by_node), "asks for the graph of a tensor"),

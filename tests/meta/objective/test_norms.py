@@ -245,23 +245,6 @@ def test_norms_of_users_follow(regression):
     assert_close(*results)
 
 
-def test_tables_are_found_without_moving_statistics():
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 20, (2, 3, 6), generator=generator)
-    y = torch.randn(2, 3, 6, 3, generator=generator, dtype=torch.float64)
-    batch = Batch(*(Examples(i, target) for i, target in zip(ids, y, strict=True)))
-    results = []
-    for sparse in ([], ["0.weight"]):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(20, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
-        maml = maml_of(model, "running", sparse=sparse)
-        found = torch.autograd.grad(maml(batch).loss, parameters(model))
-        found = [g.to_dense() if isinstance(g, mg.sparse.RowSparse) else g for g in found]
-        support = maml_of(model, "support", sparse=sparse)
-        results.append((found, list(model.buffers()), support.adapt(batch.support)(batch.query.x)))
-    assert_close(*results)
-
-
 @pytest.mark.parametrize("policy", ["support", "running"])
 def test_under_autocast_statistics_are_of_single_precision(regression, policy):
     batch = Batch(*(Examples(part.x.float(), part.y.float()) for part in regression))

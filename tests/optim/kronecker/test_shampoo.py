@@ -102,16 +102,3 @@ def test_derivatives_are_right_at_equal_eigenvalues():
     g = (2 * torch.linalg.qr(draw({"w": (3, 3)})["w"])[0]).requires_grad_()
     rule = shampoo(0.1, eps=0.1)
     assert mg.gradcheck(lambda g: steps(rule, {"w": torch.zeros_like(g)}, [g, g])[0], (g,), order=2)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"decay": 1.5}, "decay must be at most 1, which sums, got 1.5"),
-        ({"block_size": 0}, r"block_size\): expected an int of 1 or more, got 0"),
-        ({"root_every": 0.5}, r"root_every\): expected an int of 1 or more, got 0.5"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(keywords, message):
-    with pytest.raises(ValueError, match=message):
-        shampoo(**keywords)

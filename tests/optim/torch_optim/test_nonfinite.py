@@ -95,9 +95,7 @@ def check(case: Case, mode: str, spoil, steps: int = 2, **options):
     run(opt, classification(model), steps)
     twin, other = copy.deepcopy((model, opt))
     if mode == "raise":
-        with pytest.raises(
-            FloatingPointError, match=rf"{case.name}\.step: the .* is NaN or infinite.*nonfinite="
-        ):
+        with pytest.raises(FloatingPointError, match=rf"{case.name}\.step: the .* is NaN or inf.*nonfinite="):
             spoil(case, model, opt)
     else:
         spoil(case, model, opt)
@@ -222,9 +220,7 @@ def test_a_factorization_of_finite_numbers_that_fails_changes_nothing_and_is_cou
 @every
 def test_what_to_do_is_one_of_two_and_the_same_in_all_groups(case):
     model = network()
-    with pytest.raises(
-        ValueError, match=rf"{case.name}\(params, nonfinite\): expected one of 'raise', 'skip', got 'warn'"
-    ):
+    with pytest.raises(ValueError, match=rf"{case.name}\(.*nonfinite\): .* 'raise', 'skip', got 'warn'"):
         optimizer(case, model, nonfinite="warn")
     groups = [{"params": [model.first.weight]}, {"params": [model.second.weight], "nonfinite": "skip"}]
     with pytest.raises(ValueError, match=r"nonfinite must be the same in all groups.*'raise' and 'skip'"):

@@ -142,9 +142,7 @@ def test_schedules_that_mean_nothing_are_refused():
         schedule(sgd(0.1), beta=lambda t: t)
     with pytest.raises(ValueError, match=r"Chain has no hyperparameter of that name.*schedule the rule"):
         schedule(chain(sgd(0.1)), lr=lambda t: t)
-    with pytest.raises(
-        TypeError, match=r"schedule\(rule, ...\): rule: expected a functional optimizer.*got "
-    ):
+    with pytest.raises(TypeError, match=r"schedule\(rule, ...\): .* a functional optimizer.*got "):
         schedule(0.1, lr=lambda t: t)
     rule = schedule(sgd(0.1), lr=lambda t: 0.1 - t)
     with pytest.raises(ValueError, match=r"sgd\(...\): lr must be at least 0, got -0.9"):

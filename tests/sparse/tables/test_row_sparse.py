@@ -200,9 +200,7 @@ def test_optimizers_of_torch_step_on_rows_as_on_the_gradient_of_their_own_embedd
 def test_other_optimizers_of_torch_refuse_rows_as_they_refuse_sparse_gradients():
     table = leaf(V, D)
     embedding(torch.tensor([1]), table).sum().backward()
-    with pytest.raises(
-        RuntimeError, match="Adam does not support sparse gradients, please consider SparseAdam"
-    ):
+    with pytest.raises(RuntimeError, match=r"Adam does not support sparse gradients, .* SparseAdam"):
         torch.optim.Adam([table]).step()
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from metagrad.tasks._groups import Groups, draw_distinct
 from metagrad.tasks.fewshot.episodes import Composition, draw_episodes
-from tests.tasks.seeds import seeded
+from tests.draws import seeded
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from metagrad.tasks import FewShot
-from tests.tasks.seeds import seeded
+from tests.draws import seeded
 
 SIZES = (6, 9, 12, 20)
 WORKERS = pytest.mark.filterwarnings("ignore:.*(multi-threaded, use of fork|DataLoader will create)")

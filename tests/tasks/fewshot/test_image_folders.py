@@ -142,9 +142,7 @@ def test_tables_name_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match=r"emu\.png of .*'s tables is not there; looked for .*images"):
         ImageFolders(tmp_path)
     table.write_text("file,class\nant0.png,ant\n")
-    with pytest.raises(
-        ValueError, match=r"train\.csv: column='filename' is none of the columns 'file', 'class'"
-    ):
+    with pytest.raises(ValueError, match=r"train\.csv: column='filename' is none of .* 'file', 'class'"):
         ImageFolders(tmp_path)
     table.write_text("filename,label\nant0.png,ant\nant1.png, \n")
     with pytest.raises(ValueError, match=r"train\.csv: column='label' has no value in line 3 of"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from metagrad.tasks import Omniglot
 from metagrad.tasks.omniglot.dataset import RESIZERS, resize_area, resize_nearest
-from tests.tasks.seeds import seeded
+from tests.draws import seeded
 
 
 @pytest.fixture

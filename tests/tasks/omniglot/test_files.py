@@ -8,7 +8,7 @@ import pytest
 
 from metagrad.tasks.omniglot import files
 from metagrad.tasks.omniglot.files import data_root, fetch_archive, find_files, read_drawings
-from metagrad.tasks.omniglot.splits import SPLITS
+from metagrad.tasks.omniglot.splits import SPLITS, Character
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,3 +129,32 @@ def test_official_archives_and_the_array_file_hold_the_same_ink(real_small, real
     from_zip, from_bits = (dict(read_drawings(path, characters)) for path in (real_small, real_bits))
     assert from_zip.keys() == from_bits.keys() == set(characters)
     assert all(np.array_equal(from_zip[c], from_bits[c]) for c in characters)
+
+
+PARTS = {  # each split, its characters, and how the array file marks them
+    "train": (1028, lambda t: t["char_vinyals"] == 0),
+    "validation": (172, lambda t: t["char_vinyals"] == 1),
+    "trainval": (1200, lambda t: t["char_vinyals"] <= 1),
+    "test": (423, lambda t: t["char_vinyals"] == 2),
+    "background": (964, lambda t: t["char_background"]),
+    "evaluation": (659, lambda t: ~t["char_background"]),
+    "small1": (136, lambda t: t["char_small1"]),
+}
+
+
+def test_sizes_of_splits_and_parts_that_are_disjoint_and_complete():
+    for name, (size, _) in PARTS.items():
+        assert len(SPLITS[name].characters) == len(set(SPLITS[name].characters)) == size
+    for parts in (("train", "validation", "test"), ("trainval", "test"), ("background", "evaluation")):
+        assert len({c for part in parts for c in SPLITS[part].characters}) == 1623
+
+
+def test_splits_equal_the_membership_that_comes_with_the_data(real_bits):
+    with np.load(real_bits, allow_pickle=False) as arrays:
+        table = {name: arrays[name] for name in arrays.files if name != "images_packed"}
+    for name, (_, select) in PARTS.items():
+        mask = select(table)
+        alphabets = table["alphabet_names"][table["char_alphabet"]][mask].tolist()
+        assert SPLITS[name].characters == tuple(
+            map(Character, alphabets, table["char_number"][mask].tolist())
+        )
