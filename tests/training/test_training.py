@@ -402,7 +402,7 @@ def test_a_training_leaves_everything_as_it_was():
 def test_statistics_of_micro_batches_are_refused(memory):
     weights = torch.ones(14, requires_grad=True)
     with pytest.raises(
-        ValueError, match=r"micro_batch, group\): the model writes its buffer '1.running_mean'"
+        ValueError, match=r"micro_batch, group\): the model writes its buffer '2.running_mean'"
     ):
         problem("batch norm", micro_batch=2)(weights, memory=memory)
 
