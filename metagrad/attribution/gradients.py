@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import progress, refuse
+from metagrad.core.modules import called_on
 from metagrad.core.tree import Params, tree_map
 from metagrad.curvature import jacobian
 from metagrad.curvature.influence import measurement_gradients
@@ -39,7 +40,7 @@ def example_gradients(trained: Trained, state: State) -> Iterator[tuple[Tensor, 
 
     def loss(params: Params, x: Any, y: Any) -> Tensor:
         x, y = (tree_map(lambda t: t.unsqueeze(0), part) for part in (x, y))
-        output = training.model.bound(params, state.buffers)(x)
+        output = called_on(training.model.bound(params, state.buffers), x)
         return example_losses(training.step.loss_fn, output, y, 1, whole=None).mean()
 
     params = {name: p.detach() for name, p in state.params.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,13 @@ def check_substitutable(call: str, modules: Iterable[nn.Module]) -> None:
             )
         kind = type(module).__name__
         refuse_sharded(call, {f"{kind}.{name}": param for name, param in module._parameters.items()})
+
+
+def called_on(function: Callable[..., Any], x: Any) -> Any:
+    """Call ``function(**x)`` for a mapping, ``function(*x)`` for a tuple or list, and ``function(x)`` otherwise."""
+    if isinstance(x, Mapping):
+        return function(**x)
+    return function(*x) if isinstance(x, (tuple, list)) else function(x)
 
 
 def refuse_sharded(call: str, params: Mapping[str, Any]) -> None:

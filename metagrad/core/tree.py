@@ -5,7 +5,7 @@ metagrad uses the pytrees of torch, so it accepts every structure that torch.fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
 import torch
@@ -74,6 +74,11 @@ def _collect(value: object, found: list[Tensor]) -> None:
             found.append(item)
         elif isinstance(item, (list, tuple, dict)):
             _collect(item, found)
+
+
+def plain_dicts(tree: Tree) -> Tree:
+    """Replace mappings that are no dicts, such as the ``BatchEncoding`` of a tokenizer, by dicts."""
+    return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree)
 
 
 def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from metagrad.core.tree import tree_leaves, tree_map
+from metagrad.core.tree import plain_dicts, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,7 +75,7 @@ class Examples(NamedTuple):
             dtype_of_part = dtype if part.is_floating_point() else None
             return part.to(where, dtype_of_part, non_blocking=non_blocking or part.is_pinned())
 
-        return Examples(*tree_map(moved, tuple(self)))
+        return Examples(*tree_map(moved, plain_dicts(tuple(self))))
 
 
 class Batch(NamedTuple):
@@ -101,7 +101,8 @@ class Batch(NamedTuple):
     @property
     def num_tasks(self) -> int:
         """Length of the first axis of every tensor."""
-        return next(leaf for leaf in tree_leaves(self.support[0]) if isinstance(leaf, Tensor)).shape[0]
+        leaves = tree_leaves(plain_dicts(self.support[0]))
+        return next(leaf for leaf in leaves if isinstance(leaf, Tensor)).shape[0]
 
     def to(
         self,
@@ -120,7 +121,7 @@ class Batch(NamedTuple):
         def selected(part: object) -> object:
             return part[tasks] if isinstance(part, Tensor) else part
 
-        return Batch(*(Examples(*tree_map(selected, tuple(examples))) for examples in self))
+        return Batch(*(Examples(*tree_map(selected, plain_dicts(tuple(examples)))) for examples in self))
 
     def shard(self, group: ProcessGroup | None = None) -> Batch:
         """Return the share of this rank: consecutive tasks. The shares of two ranks differ by at most one task.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from metagrad.core._torch import BatchNorm, InstanceNorm
+from metagrad.core.modules import called_on
 from metagrad.core.norms import composite_norms, unfused_attention
 from metagrad.core.reach import Place, placed
 from metagrad.core.substitution import Read, copied, noted_reads, refuse_hidden, tensor_places
@@ -152,9 +153,7 @@ class Model:
 
     def __call__(self, x: Tree) -> Tree:
         """Call the model on one argument, or on a mapping or sequence of arguments."""
-        if isinstance(x, Mapping):
-            return self.module(**x)
-        return self.module(*x) if isinstance(x, (tuple, list)) else self.module(x)
+        return called_on(self.module, x)
 
 
 class BoundModel(NamedTuple):

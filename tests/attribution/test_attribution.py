@@ -1,5 +1,7 @@
 """Scores and evaluations against closed forms."""
 
+from collections import UserDict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -403,3 +405,28 @@ def test_class_weights_and_ignored_targets_scale_the_gradients_of_examples(optio
     )
     torch.testing.assert_close(exact / exact.norm(), close / close.norm(), rtol=1e-5, atol=1e-5)
     assert trak.isfinite().all()
+
+
+class Product(nn.Sequential):
+    def forward(self, a, b):
+        return super().forward(a * b)
+
+
+@pytest.mark.parametrize("method", [Influence(), EKFAC(), TracIn(2), TRAK(dim=16)])
+@pytest.mark.parametrize("kind", [dict, UserDict, lambda x: tuple(x.values())])
+def test_every_method_takes_the_inputs_that_training_takes(method, kind):
+    x, ones, y = torch.randn(12, 4), torch.ones(12, 4), torch.randint(3, (12,))
+
+    def scores(model, inputs, *args):
+        training = mg.Training(
+            model, F.cross_entropy, (inputs, y), optimizer=R.sgd(lr=0.1), batch_size=4, steps=3
+        )
+        torch.manual_seed(0)
+        return mg.attribute(
+            training(), lambda net: F.cross_entropy(net(x, *args), y, reduction="none")[:2], method
+        ).values
+
+    layer = nn.Linear(4, 3)
+    torch.testing.assert_close(
+        scores(Product(layer), kind({"a": x, "b": ones}), ones), scores(nn.Sequential(layer), x)
+    )

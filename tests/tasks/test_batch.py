@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
 
@@ -35,6 +37,13 @@ def test_pairs_of_a_batch_may_be_lists_which_a_data_loader_makes(batch):
     lists = Batch(list(batch.support), tuple(batch.query))
     assert lists.num_tasks == 3
     assert lists.to(torch.float64).support.x.dtype == torch.float64
+
+
+def test_inputs_may_be_the_mapping_that_a_tokenizer_returns(batch):
+    ids = Batch(*(Examples(UserDict(input_ids=x.long()), y) for x, y in batch))
+    assert ids.num_tasks == 3
+    assert ids.to("meta").support.x["input_ids"].is_meta
+    assert len(ids.select(slice(2)).query.x["input_ids"]) == 2
 
 
 class Process:

@@ -55,7 +55,8 @@ def ggn(
 
     Args:
         model: An ``nn.Module``, called as ``model(x)`` in its current mode, with ``params`` substituted for its own
-            parameters. A function is called as ``model(params, x)``. Both may return a tensor or a pytree of
+            parameters. If its ``forward`` takes the items of a dict or tuple ``x``, it is called as ``model(**x)`` or
+            ``model(*x)``. A function is called as ``model(params, x)``. Both may return a tensor or a pytree of
             tensors. Buffers do not change.
         loss_fn: Called as ``loss_fn(output, y)``. It must return one element.
         params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them. They need not require

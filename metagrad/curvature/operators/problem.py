@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -13,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from metagrad.autograd.derivatives.grad import check_loss
 from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves, refuse_order, refuse_unused
 from metagrad.core.checks import check_function, dtypes_explained
-from metagrad.core.modules import check_substitutable, refuse_wrapped
+from metagrad.core.modules import called_on, check_substitutable, refuse_wrapped
 from metagrad.core.norms import every_order
 from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers, replaced
@@ -22,6 +23,7 @@ from metagrad.core.tree import (
     LossFn,
     Params,
     Tree,
+    plain_dicts,
     tensors_in,
     tree_flatten,
     tree_leaves,
@@ -35,7 +37,7 @@ from metagrad.curvature.operators.jacobian import Examples
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, values_of, with_values
 
 Model: TypeAlias = "nn.Module | Callable[[Parameters, Tree], Tree]"
-"""A module, called as ``model(x)`` with substituted parameters, or a function, called as ``model(params, x)``."""
+"""A module, called on x with substituted parameters, or a function, called as ``model(params, x)``."""
 
 _CHUNK = 64 * 2**20  # bytes of the gradients of single examples
 
@@ -122,9 +124,10 @@ class ModelProblem:
             raise ValueError(
                 f"{self.call}: a batch must be a pair (x, y), for model(x) and loss_fn(output, y), got a "
                 f"{type(batch).__name__}{size}. Pass a dataset as DataLoader(dataset, batch_size=...). Put several "
-                "inputs into a tuple or dict, and take a function for the model that unpacks them."
+                "inputs into a tuple or dict x, which holds the arguments of the model."
             )
-        return batch[0], batch[1]
+        x, y = plain_dicts(tuple(batch))
+        return x, y
 
     def _leaves(self) -> dict[str, Tensor]:
         """Return the tensors to differentiate with respect to.
@@ -152,7 +155,7 @@ class ModelProblem:
             own = _own(self.model)
             values = {id(own[name]): leaf for name, leaf in leaves.items() if leaf is not own[name]}
             with replaced(self.model, values):
-                return self.model(x)
+                return _call_module(self.model, x)
 
     def _checked(self, leaves: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
         """Return the leaves by their names in errors."""
@@ -240,6 +243,15 @@ class ModelEvaluation:
             some = tree_map(lambda leaf: leaf[start : start + size], (self.batch[0], *parts))  # noqa: B023
             examples = Examples(self.problem.call, value, some)
             yield examples.rows(chosen, examples.count, _CHUNK, params)
+
+
+def _call_module(model: nn.Module, x: Tree) -> Tree:
+    """Call a module on the arguments in a dict, tuple or list, unless its ``forward`` takes the container."""
+    try:
+        called_on(inspect.signature(model.forward).bind, x)
+    except TypeError:
+        return model(x)
+    return called_on(model, x)
 
 
 def _own(model: nn.Module) -> dict[str, nn.Parameter]:

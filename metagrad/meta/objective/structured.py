@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import pytree
+from metagrad.core.modules import called_on
 from metagrad.core.tree import TreeSpec, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 
 _CONSTANTS = (
@@ -130,12 +131,7 @@ def restored(value: Nested) -> Any:
 
 def call_on(function: Callable[..., Any], x: Nested) -> Any:
     """Call ``function(**x)`` for a mapping, ``function(*x)`` for a tuple or list, and ``function(x)`` otherwise."""
-    if not isinstance(x, Structured):
-        return function(x)
-    value = x.restored()
-    if isinstance(value, Mapping):
-        return function(**value)
-    return function(*value) if isinstance(value, (tuple, list)) else function(value)
+    return called_on(function, x.restored()) if isinstance(x, Structured) else function(x)
 
 
 def _form(value: object, path: str, tensors: list[Tensor], numbers: dict[int, int], call: str) -> Form:

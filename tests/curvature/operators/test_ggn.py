@@ -1,6 +1,7 @@
 """Gauss-Newton operators against closed forms and dense Jacobians and Hessians of torch.func."""
 
 import functools
+from collections import UserDict
 
 import pytest
 import torch
@@ -292,3 +293,28 @@ def test_autocast_is_as_it_was():
     found = [G.to_dense() for G in operators]
     assert found[0].dtype == torch.float32
     torch.testing.assert_close(*found)
+
+
+class Weighted(nn.Linear):
+    def forward(self, x, weight):
+        return super().forward(x) * weight
+
+
+class WeightedContainer(nn.Linear):
+    def forward(self, batch):
+        x, weight = batch.values() if isinstance(batch, dict) else batch
+        return super().forward(x) * weight
+
+
+@pytest.mark.parametrize("model", [Weighted(3, 4), WeightedContainer(3, 4)])
+@pytest.mark.parametrize("kind", [dict, UserDict, lambda x: tuple(x.values()), lambda x: list(x.values())])
+def test_a_container_holds_the_arguments_of_a_module_or_is_its_argument(model, kind):
+    model, params = model.double(), dict(model.named_parameters())
+    x, y = {"x": randn(5, 3), "weight": randn(5, 1)}, torch.randint(4, (5,))
+    expected = ggn(
+        lambda p, x: F.linear(x["x"], p["weight"], p["bias"]) * x["weight"], F.cross_entropy, params, (x, y)
+    )
+    matrices = [make(model, F.cross_entropy, params, (kind(x), y)) for make in (mg.ggn, mg.fisher)]
+    several = mg.ggn(model, F.cross_entropy, params, [(kind(x), y)])
+    for matrix in (*matrices, several):
+        torch.testing.assert_close(matrix.to_dense(), expected.to_dense())
