@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_count, check_function, check_type
+from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import every_order
 from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import exchanged, own_buffers
+from metagrad.core.tree import HALF
 from metagrad.curvature.operators.hessian import hessian
 
 _CALL = "Sharpness(optimizer, loss)"
@@ -66,7 +68,8 @@ class Sharpness:
     random numbers are bitwise identical to a run without the watch. All evaluations draw the same random
     numbers. A step that changes no parameter, such as a step that a GradScaler skips, has no reading.
 
-    Parameters in half precision have steps below the rounding error. Their curvature is NaN.
+    Parameters in half precision have steps below the rounding error. Their curvature is NaN. Under autocast, the
+    rounding error is taken to average out over the last tensor in half precision, such as the logits.
 
     Args:
         optimizer: The optimizer. Two hooks stay on it until :meth:`close`.
@@ -172,9 +175,12 @@ class Sharpness:
             with torch.no_grad(), exchanged(moved), random.restored():
                 return _checked(self._loss())
 
-        here, after, behind = at(0.0), at(1.0), at(-1.0)
+        with _HalfPrecision() as half:
+            here = at(0.0)
+        after, behind = at(1.0), at(-1.0)
         dtypes = {here.dtype, *(p.dtype for p in before)}
-        rounding = _ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes) * abs(float(here))
+        eps = max(half.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+        rounding = _ROUNDING * eps * abs(float(here))
         value, slope = float(here), (float(after) - float(behind)) / 2
         curved = float(after) + float(behind) - 2 * value
         curved = curved if abs(curved) > rounding else math.nan
@@ -207,6 +213,22 @@ class Sharpness:
                 if self._options["trace"]:
                     found["trace"] = float(H.trace(generator=generator).value)
         return found
+
+
+class _HalfPrecision(Dispatch):
+    """Notes the precision of the last tensor in half precision, as the logits under autocast.
+
+    Attributes:
+        eps: Its relative rounding error, averaged over its elements. 0 without half precision.
+    """
+
+    eps = 0.0
+
+    def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().called(function, args, kwargs)
+        if isinstance(result, Tensor) and result.dtype in HALF:
+            self.eps = torch.finfo(result.dtype).eps / max(result.numel(), 1) ** 0.5
+        return result
 
 
 def _checked(loss: Tensor) -> Tensor:

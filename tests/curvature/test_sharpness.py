@@ -148,6 +148,28 @@ def test_a_difference_below_the_rounding_error_is_nan_and_a_step_that_moves_noth
     assert len(watch.history) == 1
 
 
+@pytest.mark.parametrize(("lr", "is_finite"), [(1e-3, False), (0.2, True)])
+def test_under_autocast_the_rounding_error_is_that_of_half_precision(lr, is_finite):
+    def reading(enabled):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        x, y = torch.randn(300, 6), torch.arange(300) % 3
+        opt = torch.optim.SGD(net.parameters(), lr=lr)
+
+        def loss():
+            with torch.autocast("cpu", torch.bfloat16, enabled):
+                return F.cross_entropy(net(x), y)
+
+        with Sharpness(opt, loss, every=1) as watch:
+            F.cross_entropy(net(x), y).backward()
+            opt.step()
+        return watch.last
+
+    half, exact = reading(True), reading(False)
+    assert math.isnan(half.curvature) != is_finite
+    assert not is_finite or abs(half.curvature - exact.curvature) < half.rounding
+
+
 def test_wrong_arguments_are_errors():
     w = torch.ones(2, requires_grad=True)
     opt = torch.optim.SGD([w], lr=0.1)
