@@ -120,10 +120,7 @@ def lds(
             f"lds(scores): the mean weight of the subsets is {distance:.2g} from the weights of the scores. Compute "
             "the scores at the mean: attribute(training(torch.full((n,), 1 - drop)), metrics)."
         )
-    predicted, actual = scores.predict(outcomes.weights).double(), outcomes.metrics.double()
-    value = float(_correlation(_ranks(predicted), _ranks(actual)).mean())
-    interval = _bootstrap(predicted, actual, seed)
-    return Evaluation("lds", value, interval, f"{len(outcomes.weights)} subsets", outcomes)
+    return _compared("lds", scores, outcomes, f"{len(outcomes.weights)} subsets", seed)
 
 
 _subsets = subsets
@@ -167,11 +164,14 @@ def loo(
     weights = scores.at.repeat(len(examples), 1)
     weights[torch.arange(len(examples)), examples] = 0
     outcomes = retrain(training, weights, metrics)
+    return _compared("loo", scores, outcomes, f"{len(examples)} examples", seed)
+
+
+def _compared(name: str, scores: Scores, outcomes: Outcomes, note: str, seed: int) -> Evaluation:
+    """Return the rank correlation of predicted and retrained metrics, with its interval."""
     predicted, actual = scores.predict(outcomes.weights).double(), outcomes.metrics.double()
     value = float(_correlation(_ranks(predicted), _ranks(actual)).mean())
-    return Evaluation(
-        "loo", value, _bootstrap(predicted, actual, seed), f"{len(examples)} examples", outcomes
-    )
+    return Evaluation(name, value, _bootstrap(predicted, actual, seed), note, outcomes)
 
 
 def auc(scores: Tensor, wrong: Tensor) -> Evaluation:

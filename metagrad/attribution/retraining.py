@@ -12,7 +12,7 @@ from metagrad.attribution.gradients import Metrics
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_type, progress, refuse, warn
-from metagrad.core.tree import Params, dissect, plus, tree_map
+from metagrad.core.tree import Params, dissect, plus, tree_map_only
 from metagrad.distributed.exchange import refuse_differences, sums_over
 from metagrad.optim.rule import with_batch_ndim
 from metagrad.training import Training
@@ -96,9 +96,7 @@ def _trained(training: Training, weights: Tensor) -> list[State]:
         return _unstacked(_trained_together(training, weights), len(weights))
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
-    states = [
-        training(row).trajectory.final for row in weights.detach()
-    ]  # it raises an error of the training
+    states = [training(row).trajectory.final for row in weights.detach()]  # raises errors of the training
     warn(
         f"retrain(training): vmap does not support the model, so the trainings ran in turn. Its error was: {reason}"
     )
@@ -162,12 +160,4 @@ def _stacked(tensor: Tensor, count: int) -> Tensor:
 
 
 def _unstacked(state: State, count: int) -> list[State]:
-    return [
-        State(
-            *(
-                tree_map(lambda t, i=i: t[i] if isinstance(t, Tensor) and t.ndim else t, part)
-                for part in state
-            )
-        )
-        for i in range(count)
-    ]
+    return [tree_map_only(Tensor, lambda t, i=i: t[i] if t.ndim else t, state) for i in range(count)]

@@ -47,6 +47,7 @@ class _TreeMap(Protocol):
 tree_flatten = pytree.tree_flatten
 tree_leaves = pytree.tree_leaves
 tree_map: _TreeMap = pytree.tree_map
+tree_map_only = pytree.tree_map_only
 tree_structure = pytree.tree_structure
 tree_unflatten = pytree.tree_unflatten
 

@@ -178,8 +178,7 @@ class Sharpness:
         with _HalfPrecision() as half:
             here = at(0.0)
         after, behind = at(1.0), at(-1.0)
-        dtypes = {here.dtype, *(p.dtype for p in before)}
-        eps = max(half.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+        eps = max(half.eps, *(torch.finfo(tensor.dtype).eps for tensor in (here, *before)))
         rounding = _ROUNDING * eps * abs(float(here))
         value, slope = float(here), (float(after) - float(behind)) / 2
         curved = float(after) + float(behind) - 2 * value

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from metagrad.core.tree import plain_dicts, tree_leaves, tree_map
+from metagrad.core.tree import plain_dicts, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,13 +69,11 @@ class Examples(NamedTuple):
             device, dtype = None, device
         where = device
 
-        def moved(part: object) -> object:
-            if not isinstance(part, Tensor):
-                return part
+        def moved(part: Tensor) -> Tensor:
             dtype_of_part = dtype if part.is_floating_point() else None
             return part.to(where, dtype_of_part, non_blocking=non_blocking or part.is_pinned())
 
-        return Examples(*tree_map(moved, plain_dicts(tuple(self))))
+        return Examples(*tree_map_only(Tensor, moved, plain_dicts(tuple(self))))
 
 
 class Batch(NamedTuple):
@@ -117,11 +115,8 @@ class Batch(NamedTuple):
 
     def select(self, tasks: slice) -> Batch:
         """Return the selected tasks. The tensors are views of the tensors of the batch."""
-
-        def selected(part: object) -> object:
-            return part[tasks] if isinstance(part, Tensor) else part
-
-        return Batch(*(Examples(*tree_map(selected, plain_dicts(tuple(examples)))) for examples in self))
+        parts = (plain_dicts(tuple(examples)) for examples in self)
+        return Batch(*(Examples(*tree_map_only(Tensor, lambda t: t[tasks], part)) for part in parts))
 
     def shard(self, group: ProcessGroup | None = None) -> Batch:
         """Return the share of this rank: consecutive tasks. The shares of two ranks differ by at most one task.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import refuse
-from metagrad.core.tree import Tree, dissect, tree_flatten, tree_map, tree_unflatten
+from metagrad.core.tree import Tree, dissect, tree_flatten, tree_map_only, tree_unflatten
 from metagrad.training.step import State
 
 _FORMAT = "metagrad training 1"
@@ -45,20 +45,16 @@ class PinnedStates(States):
 
     def __setitem__(self, t: int, state: State) -> None:
         """Copy a state to the host."""
-        super().__setitem__(t, tree_map(_pinned, state))
+        super().__setitem__(t, tree_map_only(Tensor, _pinned, state))
 
     def __getitem__(self, t: int) -> State:
         """Copy a state back."""
-        return tree_map(self._back, super().__getitem__(t))
-
-    def _back(self, leaf: Any) -> Any:
-        return leaf.to(self.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+        kept = super().__getitem__(t)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), kept)
 
 
-def _pinned(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_like(leaf, device="cpu", pin_memory=True).copy_(leaf, non_blocking=True)
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class FolderStates(MutableMapping[int, State]):

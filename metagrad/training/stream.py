@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from metagrad.core.capture import entropy
 from metagrad.core.checks import refuse
-from metagrad.core.tree import Tree, dissect, tree_leaves
+from metagrad.core.tree import Tree, dissect, plain_dicts, tree_leaves
 
 
 class Stream:
@@ -83,10 +83,9 @@ class Examples:
         self.tensors: tuple[Tree, Tree] | None = None
         self.dataset: Any = None
         if isinstance(data, (tuple, list)) and len(data) == 2 and tree_leaves(data):
-            x, y = (dict(part) if isinstance(part, Mapping) else part for part in data)
-            self.tensors = x, y
-            self.size = _length(self.tensors)
-            self._dissected = dissect(self.tensors)
+            self.tensors = pair = plain_dicts(tuple(data))
+            self.size = _length(pair)
+            self._dissected = dissect(pair)
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             self.dataset, self.size = data, len(data)
         else:

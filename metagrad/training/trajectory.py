@@ -16,7 +16,7 @@ from metagrad.core.capture import AutocastState, Flags, RandomState
 from metagrad.core.checks import progress
 from metagrad.core.norms import every_order
 from metagrad.core.reach import placed
-from metagrad.core.tree import HALF, Params, dissect, tree_map
+from metagrad.core.tree import HALF, Params, dissect, tree_map_only
 from metagrad.distributed.exchange import refuse_differences
 from metagrad.memory.tracker import phase
 from metagrad.training.reverse import (
@@ -301,9 +301,7 @@ class SavedSweep:
         for t in [t for t in self.states if t >= begin and t]:
             self.states.pop(t)
         device = self.states.devices[0]
-        after, total = (
-            tree_map(lambda x: x if x is None else x.to(device), content[k]) for k in ("after", "total")
-        )
+        after, total = (tree_map_only(Tensor, lambda x: x.to(device), content[k]) for k in ("after", "total"))
         return begin, StateCotangents(*after), Leaves(*total)
 
     def close(self) -> None:

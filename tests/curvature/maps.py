@@ -1,7 +1,5 @@
 """Dense matrices as linear maps, matrices whose spectra are known, and how often intervals cover."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache

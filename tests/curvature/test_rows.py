@@ -1,7 +1,5 @@
 """Sums over a million elements in single precision, and estimates from them, against double precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Other libraries compute the meta-gradients that a plain loop computes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +36,7 @@ def test_two_processes_of_lightning_take_steps_along_the_mean_of_their_meta_grad
 
 @pytest.mark.parametrize("name", ["KFAC", "SOAP", "AdaHessian", "SophiaG", "SophiaH", "NewtonCG", "LBFGS"])
 def test_lightning_trains_with_our_optimizers(name):
-    lightning = pytest.importorskip(
-        "lightning", reason="lightning is not installed, see the extra `integrations`"
-    )
+    (lightning,) = require("lightning")
     x, y = torch.randn(64, 4), torch.randint(3, (64,))
 
     class Classifier(lightning.LightningModule):
@@ -71,9 +67,7 @@ def learner(steps: int = 2) -> mg.MAML:
 
 
 def test_accelerate_accumulates_the_mean_of_the_meta_gradients():
-    accelerate = pytest.importorskip(
-        "accelerate", reason="accelerate is not installed, see the extra `integrations`"
-    )
+    (accelerate,) = require("accelerate")
     batches = [mg.tasks.Sinusoid().sample(3) for _ in range(2)]
     plain = learner()
     (sum(plain(batch).loss for batch in batches) / 2).backward()
@@ -103,10 +97,7 @@ def test_bf16_of_fabric_rounds_the_meta_gradient_and_keeps_its_type():
 
 
 def test_batches_and_outputs_pass_through_functions_that_apply_to_tensors():
-    utilities = pytest.importorskip(
-        "lightning_utilities", reason="lightning is not installed, see the extra `integrations`"
-    )
-    require("accelerate")
+    utilities, _ = require("lightning_utilities", "accelerate")
     from accelerate.utils import send_to_device
 
     batch = mg.tasks.Sinusoid().sample(3)

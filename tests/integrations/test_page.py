@@ -1,9 +1,8 @@
 """The programs of docs/integrations.md run with the libraries that they are for."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +11,10 @@ PROGRAM = re.compile(r"^```python title=\"([\w, ]+)\"\n(.*?)^```$", re.MULTILINE
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
 
 
-def require(*libraries: str) -> None:
-    """Skip a test unless libraries are installed."""
-    for library in libraries:
-        pytest.importorskip(library, reason=f"{library} is not installed, see the extra `integrations`")
+def require(*libraries: str) -> list[Any]:
+    """Import libraries, or skip a test."""
+    reason = "{} is not installed, see the extra `integrations`"
+    return [pytest.importorskip(library, reason=reason.format(library)) for library in libraries]
 
 
 @pytest.mark.parametrize("title", SECTIONS)

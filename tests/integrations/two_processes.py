@@ -1,7 +1,5 @@
 """A meta-learner on two processes of Lightning: ``python -m tests.integrations.two_processes FILE``."""
 
-from __future__ import annotations
-
 import sys
 
 import lightning

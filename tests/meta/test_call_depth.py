@@ -1,7 +1,5 @@
 """How many of the library's own functions stand between a meta-gradient and the model's first matrix product."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

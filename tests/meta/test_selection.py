@@ -1,7 +1,5 @@
 """Adapted parameters by name, pattern, module or predicate. All tasks share the other parameters."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -13,7 +13,7 @@ from metagrad.core import _torch
 from metagrad.core._torch import linalg, named_modules
 from metagrad.core.capture import AutocastState
 from metagrad.core.checks import is_list_or_tuple, progress, refuse
-from metagrad.core.tree import Tree, plain_dicts, tensors_in, tree_map
+from metagrad.core.tree import Tree, plain_dicts, tensors_in, tree_map_only
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.operator import GraphOperator, Operator
 from metagrad.curvature.operators.space import ParameterSpace
@@ -51,7 +51,7 @@ def each_batch(call: str, data: Batch | Iterable[Batch], device: torch.device) -
     batches: Any = [data] if is_one_batch(data) else data
     for batch in progress(batches, call):
         is_empty = False
-        yield tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, plain_dicts(batch))
+        yield tree_map_only(Tensor, lambda leaf: leaf.to(device), plain_dicts(batch))
     if is_empty:
         raise ValueError(f"{call}: the data has no batches.")
 
@@ -206,10 +206,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
     It is nan if either vector contains nan.
     """
-    return float(
-        linalg.vector_norm(a - b)
-        / torch.maximum(linalg.vector_norm(a), linalg.vector_norm(b)).clamp(min=torch.finfo(a.dtype).tiny)
-    )
+    larger = torch.maximum(linalg.vector_norm(a), linalg.vector_norm(b))
+    return float(linalg.vector_norm(a - b) / larger.clamp(min=torch.finfo(a.dtype).tiny))
 
 
 def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:

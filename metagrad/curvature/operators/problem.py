@@ -126,8 +126,7 @@ class ModelProblem:
                 f"{type(batch).__name__}{size}. Pass a dataset as DataLoader(dataset, batch_size=...). Put several "
                 "inputs into a tuple or dict x, which holds the arguments of the model."
             )
-        x, y = plain_dicts(tuple(batch))
-        return x, y
+        return plain_dicts(tuple(batch))
 
     def _leaves(self) -> dict[str, Tensor]:
         """Return the tensors to differentiate with respect to.

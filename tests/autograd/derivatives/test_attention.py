@@ -1,7 +1,5 @@
 """Attention. Its fused kernels have no second derivative, so another kernel computes it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A recomputation repeats the call or raises an error. It leaves no trace and loses no gradient."""
 
-from __future__ import annotations
-
 import functools
 import random
 

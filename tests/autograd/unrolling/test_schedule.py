@@ -1,7 +1,5 @@
 """How much each schedule keeps, by the storages that are alive, and how many steps its plan repeats."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The Jacobian of a function of one example, against torch.func on all examples."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The algebra of operators, their products in every form, and their estimates and solutions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

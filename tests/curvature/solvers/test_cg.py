@@ -1,7 +1,5 @@
 """Conjugate gradients: steps, negative curvature, Martens' rule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

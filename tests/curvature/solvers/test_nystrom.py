@@ -1,7 +1,5 @@
 """The Nystrom approximation, as an inverse and as a preconditioner."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Spectral densities: mass, moments, outliers, and the error over probes, against the eigenvalues themselves."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Eigenvalues against torch.linalg.eigh: known spectra, repeated eigenvalues, small sizes, bounds and derivatives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Lanczos against dense projections, at breakdowns, and in every magnitude."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

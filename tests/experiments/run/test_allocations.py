@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 
 from experiments.run.measure import peak_bytes

@@ -1,7 +1,5 @@
 """Every kind of task, trained for a few steps as `experiments.train` does."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

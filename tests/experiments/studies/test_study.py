@@ -1,7 +1,5 @@
 """A study runs each cell once, and writes what there is after every one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Heads on a shared embedding: each equals a loop over tasks with the head of the textbook, at orders 1 and 2."""
 
-from __future__ import annotations
-
 import copy
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reptile: its gradient is by how much plain inner steps move the parameters, back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

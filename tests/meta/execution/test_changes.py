@@ -1,7 +1,5 @@
 """The next call uses a changed model, argument or batch."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

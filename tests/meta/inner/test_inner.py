@@ -1,7 +1,5 @@
 """Truncated inner loops, and tasks that stop early."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Padding does not change the losses and meta-gradients of tasks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Models with several inputs and outputs: dicts, tuples, dataclasses, in the style of Hugging Face."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import types

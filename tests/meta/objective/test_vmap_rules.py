@@ -1,7 +1,5 @@
 """What torch.vmap gets wrong in silence: every row of the table, and every operator of torch against a loop."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """A tiny Omniglot in all the layouts that the loader reads, and the real files where they are at hand."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os
