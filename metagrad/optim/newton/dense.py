@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import Recorded
-from metagrad.core._torch import Function, linalg
+from metagrad.core._torch import linalg
 from metagrad.core.tree import Params
 from metagrad.curvature.likelihoods.output_losses import Gaussian
 from metagrad.curvature.operators.jacobian import Examples
-from metagrad.curvature.solvers.implicit import refuse_derivatives
 from metagrad.optim.newton.vector import split
 
 LARGEST = 5000
@@ -24,10 +21,6 @@ LARGEST_WHOLE = 500
 """The same limit for residuals without ``data``, whose rows cost one product each."""
 MOST_BYTES = 2**30
 """Limit of ``solver="auto"``: the Jacobian of a dense system has at most this number of bytes in float64."""
-_ONCE = (
-    "opt.residuals(fn, *data): the gradient of a dense system has no derivative. Compute a loss of it with "
-    'residuals of its own, or set solver="cg".'
-)
 _CHUNK = 2**28  # bytes of rows that are computed together
 _DIFFERENCE = 0.1  # fraction of a step for the finite difference of the second derivative
 _LONGEST = 0.75  # maximum length of an acceleration, relative to the step
@@ -60,36 +53,20 @@ class Residuals(Gaussian):
         """The parameters that require grad."""
         return {name: p for name, p in self.params.items() if p.requires_grad}
 
-    @cached_property
-    def rows(self) -> Tensor:
-        """The Jacobian with respect to the parameters that require grad, ``[residuals, n]``."""
-        if self.examples is not None:
-            return self.examples.rows(self.moving, self.output.numel(), _CHUNK, self.params)
-        return _rows_of_graph(self.output, self.moving)
-
     def columns(self, params: Params) -> Tensor:
-        """Return the columns of the Jacobian for some parameters."""
+        """Return the columns of the Jacobian for some parameters that require grad, ``[residuals, n]``."""
         own = self.moving
-        parts = dict(zip(own, self.rows.split([p.numel() for p in own.values()], 1), strict=True))
+        if self.examples is None:
+            rows = _rows_of_graph(self.output, own)
+        else:
+            rows = self.examples.rows(own, self.output.numel(), _CHUNK, self.params)
+        parts = dict(zip(own, rows.split([p.numel() for p in own.values()], 1), strict=True))
         return torch.cat([parts[name] for name in params], 1)
 
     def at(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return the residuals at other values of some parameters, without a graph."""
         with torch.no_grad():
             return evaluated(self.fn, self.examples, {**self.params, **params})
-
-    def value(self) -> Tensor:
-        """Return the loss. Its gradient comes from the rows if the residuals have no graph."""
-        if self.output.requires_grad:
-            return self.scale * self.output.square().sum()
-        return _SumOfSquares.apply(self, *self.moving.values())
-
-    def with_graph(self) -> Residuals:
-        """Return the loss with the graph of its residuals, for products."""
-        if self.output.requires_grad:
-            return self
-        with torch.enable_grad():
-            return replace(self, output=evaluated(self.fn, self.examples, self.params))
 
 
 def evaluated(fn: Callable[..., Tensor], examples: Examples | None, params: Mapping[str, Tensor]) -> Tensor:
@@ -103,23 +80,6 @@ def _rows_of_graph(output: Tensor, params: Params) -> Tensor:
     graph = Recorded("opt.residuals(fn)", [output], params)
     identity = torch.eye(min(count, size), dtype=output.dtype, device=output.device)
     return graph.pull(identity) if count <= size else graph.push(identity).mT
-
-
-class _SumOfSquares(Function):
-    @staticmethod
-    def forward(ctx: Any, known: Residuals, *params: Tensor) -> Tensor:
-        ctx.known = known
-        ctx.save_for_backward(*params)
-        return known.scale * known.output.square().sum()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        params, known = ctx.saved_tensors, ctx.known
-        gradient = known.rows.mT @ (2 * g * known.scale * known.output.reshape(-1))
-        parts = gradient.split([p.numel() for p in params])
-        return None, *(
-            refuse_derivatives(part.view(p.shape), _ONCE, p) for part, p in zip(parts, params, strict=True)
-        )
 
 
 class DenseSystem:
@@ -207,9 +167,9 @@ class DenseSystem:
         values = {key: part.to(self._params[key].dtype) for key, part in split(w, self._params).items()}
         return self._scaled([residuals.at(values) for residuals in self._residuals])
 
-    def loss(self, w: Tensor) -> float:
-        """Return the loss of the residuals at a vector of parameters."""
-        values = self.at(w)
+    def loss(self, w: Tensor | None = None) -> float:
+        """Return the loss of the residuals, here or at another vector of parameters."""
+        values = self.values if w is None else self.at(w)
         return float(values.dot(values)) / 2
 
     def _solve(self, b: Tensor) -> Tensor:

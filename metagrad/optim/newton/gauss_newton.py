@@ -27,7 +27,7 @@ from metagrad.optim.newton.newton import (
     Objective,
     Problem,
 )
-from metagrad.optim.second_order.curvature_optimizer import BackwardPass, RecordedLoss
+from metagrad.optim.second_order.curvature_optimizer import RecordedLoss
 from metagrad.optim.torch_optim.optimizer import ParameterGroups, ParamsWithGrad
 from metagrad.optim.torch_optim.state import PendingUpdate
 
@@ -204,31 +204,25 @@ class GaussNewton(NewtonCG):
             )
         check_choice(f"{call}: reduction", reduction, ("mean", "sum"))
         examples = Examples(call, fn, data) if data else None
-        solver, noted = self.param_groups[0]["solver"], self._noted
-        needs_graph = (
-            not self._is_moving or noted is not None
-        )  # otherwise the closure is called again for its value
-        if noted is not None and solver != "cg" and examples is not None:
-            needs_graph = False  # rows give the gradient
+        noted = self._noted
+        # While a step looks for a length, the closure is called for its value.
+        needs_graph = not self._is_moving or noted is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_graph):
             output: object = evaluated(fn, examples, params)
         if not is_a(output, Tensor) or not output.is_floating_point():
             got = output.dtype if is_a(output, Tensor) else type(output).__name__
             raise TypeError(f"{call}: fn must return a real floating point tensor of residuals, got {got}.")
-        if noted is not None and examples is None and not output.requires_grad:
+        if noted is not None and not output.requires_grad:
             raise ValueError(
                 f"{call}: the residuals do not depend on the parameters that fn was given. Compute them of these, by "
                 "torch operations, without detach() or numpy."
             )
         divisor = output.numel() if reduction == "mean" else 1
-        if noted is None:
-            return output.square().sum() / divisor
-        scale, two = output.new_full((), 1 / max(divisor, 1)), output.new_full((), 2.0)
-        known = Residuals(output, scale, two, fn=fn, examples=examples, params=params)
-        if solver == "auto" and not known.are_few:
-            known = known.with_graph()
-        value = known.value()
-        noted += RecordedLoss.of(value, known)
+        value = output.square().sum() / divisor
+        if noted is not None:
+            scale, two = output.new_full((), 1 / max(divisor, 1)), output.new_full((), 2.0)
+            known = Residuals(output, scale, two, fn=fn, examples=examples, params=params)
+            noted += RecordedLoss.of(value, known)
         return value
 
     def _check_group(self, index: int) -> None:
@@ -243,7 +237,6 @@ class GaussNewton(NewtonCG):
         problem = self._problem(work)
         terms = self._terms(problem)
         if terms is None:
-            self._passes = [_with_graphs(one) for one in self._passes or ()]
             yield from super()._updates(work)
         else:
             yield self._dense_update(problem, terms)
@@ -284,7 +277,7 @@ class GaussNewton(NewtonCG):
         )
         objective, base = self._objective(problem), float(group["damping"])
         if system.is_complete:  # then the closure need not be called again
-            objective = Objective(objective.before, system.loss, torch.finfo(problem.w.dtype).eps)
+            objective = Objective(system.loss(), system.loss, torch.finfo(problem.w.dtype).eps)
         run = self._descended(problem, system, objective, base * factor + added)
         factor, added = (run.damping / base, 0.0) if base else (1.0, run.damping)
         factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
@@ -310,15 +303,6 @@ class GaussNewton(NewtonCG):
                     return DenseRun(step, 1.0, damping / change, ratio, solves)
             damping *= _MORE
         return DenseRun(w, 0.0, damping, ratio, _REFUSALS)
-
-
-def _with_graphs(one: BackwardPass) -> BackwardPass:
-    """Compute the graphs of residuals, which a dense system does not need."""
-    losses = [
-        loss._replace(loss=loss.loss.with_graph()) if isinstance(loss.loss, Residuals) else loss
-        for loss in one.losses
-    ]
-    return one._replace(losses=losses)
 
 
 class DenseRun(NamedTuple):
