@@ -1,7 +1,5 @@
 """Progress bars appear in a terminal, and nowhere else."""
 
-from __future__ import annotations
-
 import io
 import sys
 

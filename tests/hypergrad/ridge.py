@@ -1,7 +1,5 @@
 """Ridge regression with a learned penalty for each weight: a bilevel problem in closed form."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

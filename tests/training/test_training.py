@@ -1,7 +1,5 @@
 """The derivatives of a training, against central differences of trainings that run again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
