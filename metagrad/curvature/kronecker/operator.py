@@ -198,7 +198,7 @@ class Kronecker(Operator):
         return found
 
     def root(self, damping: float | Tensor = 0.0, power: float = -0.5, *, split: bool = False) -> Rows:
-        r"""Return the map :math:`v \mapsto (K + \gamma I)^p v` of rows, for :meth:`preconditioned` and for samples.
+        r"""Return the map :math:`v \mapsto (K + \gamma I)^p v` of vectors, for :meth:`preconditioned` and samples.
 
         Args:
             damping: The number :math:`\gamma`, 0 or more. It may be a tensor that requires grad.
@@ -212,10 +212,10 @@ class Kronecker(Operator):
         factors = [
             values**power for values in self._damped("K.solve, K.inverse or K.root", damping, split=split)
         ]
-        return lambda rows: self._scaled(rows, factors)
+        return lambda rows: self._scaled(rows.reshape(-1, rows.shape[-1]), factors).reshape(rows.shape)
 
     def inverse(self, damping: float | Tensor = 0.0, *, split: bool = False) -> Rows:
-        r"""Return the map :math:`v \mapsto (K + \gamma I)^{-1} v` of rows, which can be a preconditioner.
+        r"""Return the map :math:`v \mapsto (K + \gamma I)^{-1} v` of vectors, which can be a preconditioner.
 
         Args:
             damping: As for :meth:`root`.
@@ -236,7 +236,7 @@ class Kronecker(Operator):
         """
         named = self.space.unflatten(b) if isinstance(b, Tensor) else b  # checks the size
         flat = self.space.flatten(named, call="K.solve(b)")
-        value = self.inverse(damping, split=split)(flat.reshape(-1, flat.shape[-1])).reshape(flat.shape)
+        value = self.inverse(damping, split=split)(flat)
         zeros = value.new_zeros(flat.shape[:-1])
         stats = Stats((Result.CONVERGED,) * zeros.numel(), zeros.long(), zeros, 0, None)
         solved: Any = value if isinstance(b, Tensor) else self.space.unflatten(value)

@@ -202,6 +202,7 @@ def test_closed_forms_are_those_of_the_dense_matrix(correct):
     expected = torch.linalg.solve(dense + damping.detach() * eye, v.T).T
     torch.testing.assert_close(K.solve(v, damping=0.01).value, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(K.inverse(damping)(v).detach(), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(K.inverse(0.01)(v[0]), expected[0], rtol=1e-10, atol=1e-12)
     named = K.solve(K.space.unflatten(v[0]), damping=0.01).value
     torch.testing.assert_close(K.space.flatten(named), expected[0], rtol=1e-10, atol=1e-12)
     root = K.root(0.01)
