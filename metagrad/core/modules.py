@@ -235,27 +235,21 @@ def _changed_attribute(now: dict[str, Any], contents: list[tuple[Any, Any]]) -> 
     for name in (before.keys() | now.keys()) - INTERNAL:
         if name not in before or name not in now:
             return name
-        if not _is_equal(before[name], now[name]):
-            return name
-        if (copy := copies.get(id(now[name]))) is not None and not _holds_same(copy, now[name]):
+        if not _is_equal(copies.get(id(before[name]), before[name]), now[name]):
             return name
     return None
 
 
-def _holds_same(before: Any, now: Any) -> bool:
-    if isinstance(before, dict):
-        return list(before) == list(now) and _holds_same(list(before.values()), list(now.values()))
-    return len(before) == len(now) and all(map(_is_equal, before, now))
-
-
-def _is_equal(first: object, second: object) -> bool:
-    """Return whether two values are the same object, equal plain values, or equal tuples of plain values."""
+def _is_equal(first: Any, second: Any) -> bool:
+    """Return whether two values are the same object, equal plain values, or containers of such values."""
     if first is second:
         return True
     if type(first) is not type(second):
         return False
-    if type(first) is tuple:
-        return len(first) == len(second) and all(map(_is_equal, first, second))  # type: ignore[arg-type]
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(map(_is_equal, first.values(), second.values()))
+    if type(first) is tuple or type(first) in _CONTAINERS:
+        return len(first) == len(second) and all(map(_is_equal, first, second))
     return isinstance(first, _PLAIN) and first == second
 
 
