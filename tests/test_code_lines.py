@@ -4,7 +4,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_604, "experiments": 10_181, "tests": 28_211}
+LINES = {"metagrad": 24_600, "experiments": 10_181, "tests": 28_211}
 FILES = {"metagrad": 260, "experiments": 79}
 
 
