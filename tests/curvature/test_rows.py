@@ -6,7 +6,7 @@ import torch
 from metagrad.curvature.estimators.trace import trace
 from metagrad.curvature.rows import inner, norm, orthonormal, safe_norm
 from metagrad.curvature.spectrum.eigenvalues import eigenvalues
-from metagrad.curvature.spectrum.log_determinant import log_determinant
+from metagrad.curvature.spectrum.quadrature import log_determinant
 from tests.curvature.maps import seeded
 from tests.marks import slow
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.probing import Estimator, ProbeSampler, checked_budget, spend
+from metagrad.curvature.estimators.probes import Estimator, ProbeSampler, checked_budget, spend
 from metagrad.curvature.linear_map import LinearMap
 
 

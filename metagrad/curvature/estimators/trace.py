@@ -11,11 +11,11 @@ from metagrad.core.checks import check_choice
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, student_t
-from metagrad.curvature.estimators.probes import Distribution
-from metagrad.curvature.estimators.probing import (
+from metagrad.curvature.estimators.probes import (
     FIRST,
     LEVEL,
     PROBES,
+    Distribution,
     Estimator,
     ProbeSampler,
     checked_budget,

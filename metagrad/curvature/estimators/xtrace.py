@@ -10,7 +10,7 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.basis import Basis, left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
-from metagrad.curvature.estimators.probing import Estimator, ProbeSampler
+from metagrad.curvature.estimators.probes import Estimator, ProbeSampler
 from metagrad.curvature.rows import inner
 
 

@@ -23,8 +23,7 @@ from metagrad.curvature.operators.batches import (
     is_one_batch,
     refuse_iterator,
 )
-from metagrad.curvature.operators.fisher import Kind, Labels
-from metagrad.curvature.operators.ggn import known_loss, observed_scores, sampled_scores
+from metagrad.curvature.operators.ggn import Kind, Labels, known_loss, observed_scores, sampled_scores
 from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.problem import ModelEvaluation, ModelProblem
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, Vectors

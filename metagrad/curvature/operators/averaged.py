@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from metagrad.core.checks import check_type
-from metagrad.curvature.operators.operator import Operator, OperatorWrapper
+from metagrad.curvature.operators.operator import DerivedOperator, Operator
 from metagrad.distributed.exchange import joined, refuse_differences, sums_over
 
 
-class Averaged(OperatorWrapper):
+class Averaged(DerivedOperator):
     r"""The mean of the operators of all ranks, :math:`\frac{1}{W} \sum_w A_w`.
 
     A product costs one all-reduce. A second all-reduce, of three numbers, checks that all ranks multiply the same
@@ -33,11 +33,12 @@ class Averaged(OperatorWrapper):
     """
 
     def __init__(self, operator: Operator, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(check_type("Averaged(operator, group)", operator, Operator))
+        check_type("Averaged(operator, group)", operator, Operator)
+        super().__init__(operator.space, self._mean, operator)
         self.group = group
 
-    def _products(self, vectors: Tensor) -> Tensor:
-        products = self.operator.multiply(vectors).detach()
+    def _mean(self, vectors: Tensor) -> Tensor:
+        products = self.parts[0].multiply(vectors).detach()
         if (group := joined(self.group)) is None:
             return products
         what = "Averaged(operator, group): vectors, for which estimators need generators with the same seed"

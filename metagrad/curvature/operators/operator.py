@@ -22,12 +22,12 @@ from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.operators.scipy import to_scipy
 from metagrad.curvature.operators.space import ParameterSpace, Vectors
 from metagrad.curvature.rows import dot, norm
-from metagrad.curvature.solvers.preconditioner import check_symmetric
 from metagrad.curvature.solvers.solution import Solution
+from metagrad.curvature.solvers.solve import check_symmetric
 from metagrad.curvature.solvers.solve import solve as solve_flat
 from metagrad.curvature.spectrum.density import spectral_density
 from metagrad.curvature.spectrum.eigenvalues import eigenvalues as compute_eigenvalues
-from metagrad.curvature.spectrum.log_determinant import log_determinant as estimate_log_determinant
+from metagrad.curvature.spectrum.quadrature import log_determinant as estimate_log_determinant
 from metagrad.sparse.matrix.tensor import SparseTensor
 
 O = TypeVar("O", bound="Operator")  # noqa: E741
@@ -177,7 +177,9 @@ class Operator:
             return NotImplemented
         if not self.space.is_same(other.space):
             refuse("A + B", f"operators on the same parameters, {self.space}", other.space)
-        return OperatorSum(self, other)
+        return DerivedOperator(
+            self.space, lambda rows: self.multiply(rows) + other.multiply(rows), self, other
+        )
 
     def __sub__(self, other: Operator) -> Operator:
         return self + -1.0 * other if is_a(other, Operator) else NotImplemented
@@ -188,9 +190,8 @@ class Operator:
     def __mul__(self, factor: float | Tensor) -> Operator:
         if not is_a(factor, int, float, Tensor):
             return NotImplemented
-        if isinstance(factor, Tensor) and factor.numel() != 1:
-            raise ValueError(f"c * H: c must be a scalar, got a tensor of shape {tuple(factor.shape)}.")
-        return ScaledOperator(self, factor.reshape(()) if isinstance(factor, Tensor) else factor)
+        scalar = _scalar("c * H: c", factor)
+        return DerivedOperator(self.space, lambda rows: self.multiply(rows) * scalar, self)
 
     def __rmul__(self, factor: float | Tensor) -> Operator:
         return self * factor
@@ -200,7 +201,8 @@ class Operator:
 
     def damped(self, delta: float | Tensor) -> Operator:
         """Return ``H + delta I``. ``delta`` may be a tensor with one element that requires grad."""
-        return self + Identity(self.space) * delta
+        scalar = _scalar("H.damped(delta): delta", delta)
+        return DerivedOperator(self.space, lambda rows: self.multiply(rows) + scalar * rows, self)
 
     def preconditioned(self, root: Rows | Tensor | Vectors) -> Operator:
         r"""Return :math:`R H R`, with the eigenvalues of :math:`P^{-1} H` for a preconditioner :math:`P = R^{-2}`.
@@ -221,15 +223,38 @@ class Operator:
             tensor([[24.,  0.],
                     [ 0.,  3.]])
         """
-        return PreconditionedOperator(self, root)
+        multiply = self._root(root)
+        return DerivedOperator(self.space, lambda rows: multiply(self.multiply(multiply(rows))), self)
+
+    def _root(self, root: Rows | Tensor | Vectors) -> Rows:
+        """Return a symmetric map, or the map of a diagonal."""
+        call, n = "H.preconditioned(root)", self.space.size
+        if callable(root):
+            fix = "Take the symmetric root of the inverse, by torch.linalg.eigh for a matrix."
+            check_symmetric(call, "root", self, root, fix=fix)
+            return root
+        diagonal = self.space.flatten(root, call=call) if isinstance(root, Mapping) else root
+        if not is_a(diagonal, Tensor) or diagonal.shape != (n,) or diagonal.dtype != self.dtype:
+            is_tensor = is_a(diagonal, Tensor)
+            got = f"{list(diagonal.shape)} of {diagonal.dtype}" if is_tensor else type(diagonal).__name__
+            raise ValueError(
+                f"{call}: expected a map of rows, or a diagonal [{n}] of {self.dtype}, got {got}."
+            )
+        return lambda rows: rows * diagonal
 
     def __getitem__(self, name: str) -> Operator:
         """Return the diagonal block of one parameter, or of all parameters below a name: ``H["head"]``."""
         return self.restricted(self.space.block(name))
 
     def restricted(self, block: ParameterSpace) -> Operator:
-        """Return the diagonal block of some parameters."""
-        return DiagonalBlock(self, block)
+        """Return the diagonal block of some parameters. Rows are padded with zeros to rows of all parameters."""
+        places = self.space.places(block)
+
+        def products(rows: Tensor) -> Tensor:
+            whole = rows.new_zeros(len(rows), self.space.size).index_copy(1, places, rows)
+            return self.multiply(whole).index_select(1, places)
+
+        return DerivedOperator(block, products, self)
 
     # Lifetime
 
@@ -304,92 +329,19 @@ class Operator:
         return repr(self.space.name_at(int(bad[0])))
 
 
-class OperatorSum(Operator):
-    """A sum of two operators on the same parameters."""
+class DerivedOperator(Operator):
+    """An operator whose products are computed from the products of other operators, and that is closed with them."""
 
-    def __init__(self, first: Operator, second: Operator) -> None:
-        super().__init__(first.space)
-        self.terms = first, second
+    def __init__(self, space: ParameterSpace, products: Rows, *parts: Operator) -> None:
+        super().__init__(space)
+        self._from_parts, self.parts = products, parts
 
     def _products(self, vectors: Tensor) -> Tensor:
-        return self.terms[0].multiply(vectors) + self.terms[1].multiply(vectors)
+        return self._from_parts(vectors)
 
     def _free(self) -> None:
-        for term in self.terms:
-            term.close()
-
-
-class OperatorWrapper(Operator):
-    """An operator made from another operator, and closed with it."""
-
-    def __init__(self, operator: Operator, space: ParameterSpace | None = None) -> None:
-        super().__init__(operator.space if space is None else space)
-        self.operator = operator
-
-    def _free(self) -> None:
-        self.operator.close()
-
-
-class ScaledOperator(OperatorWrapper):
-    """An operator times a scalar, which may require grad."""
-
-    def __init__(self, operator: Operator, factor: float | Tensor) -> None:
-        super().__init__(operator)
-        self.factor = factor
-
-    def _products(self, vectors: Tensor) -> Tensor:
-        return self.operator.multiply(vectors) * self.factor
-
-
-class PreconditionedOperator(OperatorWrapper):
-    """An operator between two copies of a symmetric map, R H R."""
-
-    def __init__(self, operator: Operator, root: Rows | Tensor | Vectors) -> None:
-        super().__init__(operator)
-        call, n = "H.preconditioned(root)", self.space.size
-        if callable(root):
-            fix = "Take the symmetric root of the inverse, by torch.linalg.eigh for a matrix."
-            check_symmetric(call, "root", self, root, fix=fix)
-            self.root: Rows = root
-            return
-        diagonal = self.space.flatten(root, call=call) if isinstance(root, Mapping) else root
-        if not is_a(diagonal, Tensor) or diagonal.shape != (n,) or diagonal.dtype != self.dtype:
-            is_tensor = is_a(diagonal, Tensor)
-            got = f"{list(diagonal.shape)} of {diagonal.dtype}" if is_tensor else type(diagonal).__name__
-            raise ValueError(
-                f"{call}: expected a map of rows, or a diagonal [{n}] of {self.dtype}, got {got}."
-            )
-        self.root = lambda rows: rows * diagonal
-
-    def _products(self, vectors: Tensor) -> Tensor:
-        return self.root(self.operator.multiply(self.root(vectors)))
-
-
-class Identity(Operator):
-    """The identity on some parameters.
-
-    Args:
-        space: The parameters.
-
-    Example:
-        >>> from metagrad.curvature.operators.operator import Identity
-        >>> space = metagrad.curvature.ParameterSpace({"w": torch.zeros(2)})
-        >>> (0.5 * Identity(space)).to_dense()
-        tensor([[0.5000, 0.0000],
-                [0.0000, 0.5000]])
-    """
-
-    def _products(self, vectors: Tensor) -> Tensor:
-        return vectors.clone()
-
-
-class DiagonalBlock(OperatorWrapper):
-    """A diagonal block of an operator. Rows are padded with zeros to rows of the whole operator."""
-
-    def _products(self, vectors: Tensor) -> Tensor:
-        places = self.operator.space.places(self.space)
-        whole = vectors.new_zeros(len(vectors), self.operator.space.size).index_copy(1, places, vectors)
-        return self.operator.multiply(whole).index_select(1, places)
+        for part in self.parts:
+            part.close()
 
 
 class GraphOperator(Operator):
@@ -452,3 +404,12 @@ class GraphOperator(Operator):
             block.close()
         self.loss = self.loss.detach()
         del self._recorded
+
+
+def _scalar(what: str, value: float | Tensor) -> float | Tensor:
+    """Return a number, or a tensor without dimensions."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{what} must be a scalar, got a tensor of shape {tuple(value.shape)}.")
+    return value.reshape(())

@@ -87,6 +87,31 @@ def refuse_derivatives(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
     return _Refusal.apply(x, sentence, *depends_on)
 
 
+def first_order(value: Tensor, call: str) -> Tensor:
+    """Return ``value``. Differentiating its gradient again raises, because that derivative would be incorrect.
+
+    Args:
+        value: A tensor whose graph gives only the correct first derivative.
+        call: Name of the caller in the error.
+
+    Example:
+        >>> from metagrad.curvature.solvers.implicit import first_order
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> y = first_order(x**2, "square(x)")
+        >>> torch.autograd.grad(y, x)
+        (tensor(6.),)
+    """
+    if not value.requires_grad:
+        return value
+    sentence = (
+        f"{call}: the result has first derivatives only; its gradient was differentiated again. Take the "
+        "gradient with create_graph=False, or build the quantity from products, which have every order."
+    )
+    own = value.view_as(value)
+    own.register_hook(lambda g: g if g is None else refuse_derivatives(g, sentence, value))
+    return own
+
+
 def is_batched(x: Tensor) -> bool:
     """Return whether ``torch.func.vmap`` has added a dimension to a tensor."""
     while _torch.is_functorch_wrapped(x):

@@ -1,4 +1,4 @@
-"""The base of iterative solvers: rows that stop independently, and the result of a run."""
+"""The base of solvers: the system, rows that stop independently, and the result of a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,49 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.curvature.linear_map import Rows, SeparateMatrices
+from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, shaped_products
 from metagrad.curvature.rows import norm
 from metagrad.curvature.solvers.solution import Result
-from metagrad.curvature.solvers.system import LinearSystem
 
 RESULTS: tuple[Result, ...] = tuple(Result)
 RUNNING = -1
+CALL = "solve(operator, b)"
+
+
+class LinearSystem:
+    """``A + damping I`` as a linear map of rows, which counts its products and checks their shape.
+
+    Attributes:
+        matvecs: Number of products so far.
+    """
+
+    def __init__(
+        self, operator: LinearMap, damping: float | Tensor, generator: torch.Generator | None
+    ) -> None:
+        self.operator, self.damping, self.generator = operator, damping, generator
+        self.shape: tuple[int, int] = operator.shape
+        self.dtype: torch.dtype = operator.dtype
+        self.device: torch.device = operator.device
+        self.num_matrices: int | None = getattr(operator, "num_matrices", None)
+        self.matvecs: int = 0
+
+    def undamped(self, vectors: Tensor) -> Tensor:
+        """Multiply rows [k, n] by A."""
+        products = shaped_products(CALL, self.operator, vectors)
+        self.matvecs += len(vectors)
+        return products
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """Multiply rows [k, n]."""
+        products = self.undamped(vectors)
+        if isinstance(self.damping, Tensor) or self.damping:
+            products = products + self.damping * vectors
+        return products
+
+    def constant(self, vectors: Tensor) -> Tensor:
+        """Multiply rows without a graph."""
+        with torch.no_grad():
+            return self.multiply(vectors).detach()
 
 
 class Limits(NamedTuple):

@@ -13,6 +13,7 @@ from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
+    LinearSystem,
     Run,
     Solver,
     begun,
@@ -24,7 +25,6 @@ from metagrad.curvature.solvers.iteration import (
     multiply,
 )
 from metagrad.curvature.solvers.solution import Result
-from metagrad.curvature.solvers.system import LinearSystem
 
 POWER_STEPS = 10
 

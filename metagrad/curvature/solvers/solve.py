@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,23 +11,24 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
-from metagrad.core.checks import check_count, check_number, refuse, warn
+from metagrad.core.checks import check_count, check_number, is_a, refuse, warn
 from metagrad.core.tree import widened
+from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, checked_size
+from metagrad.curvature.rows import dot, norm
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.dense import Dense
-from metagrad.curvature.solvers.implicit import Inverse, attach_linear, refuse_derivatives
-from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
+from metagrad.curvature.solvers.implicit import Inverse, attach_linear, is_batched, refuse_derivatives
+from metagrad.curvature.solvers.iteration import CALL, RESULTS, Limits, LinearSystem, Run, Solver, length
 from metagrad.curvature.solvers.neumann import Neumann
-from metagrad.curvature.solvers.preconditioner import check_symmetric
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
-from metagrad.curvature.solvers.system import (
-    CALL,
-    LinearSystem,
-    check_vector,
-)
 
 SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "dense": Dense, "neumann": Neumann}
+
+_FIX = (
+    "Symmetrize it, or solve the normal equations with x -> A^T A x. If the difference is noise that you accept, "
+    "pass check_symmetry=False."
+)
 
 APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
 """Results whose value approximates a solution, so the implicit function theorem holds approximately."""
@@ -128,6 +131,7 @@ def solve(
     check_vector("b", b, operator)
     if x0 is not None:
         check_vector("x0", x0, operator, like=b)
+    check_damping(damping)
     system = LinearSystem(operator, damping, generator)
     given: object = preconditioner
     if given is not None and not callable(given):
@@ -242,3 +246,61 @@ def _solver(method: str | Solver) -> Solver:
         known = ", ".join(f'"{name}"' for name in SOLVERS)
         raise ValueError(f"solve(..., method): expected one of {known} or a solver, got {method!r}.")
     return SOLVERS[method]()
+
+
+def check_damping(damping: float | Tensor) -> None:
+    """Raise unless the damping is a number of 0 or more, or a tensor with one."""
+    if not isinstance(damping, (numbers.Real, Tensor)):
+        raise TypeError(f"solve(..., damping): expected a number or a tensor, got {type(damping).__name__}.")
+    if isinstance(damping, Tensor) and damping.numel() != 1:
+        refuse("solve(..., damping)", "a number or a tensor with one element", tuple(damping.shape))
+    value = float(damping.detach() if isinstance(damping, Tensor) else damping)
+    check_number("solve(..., damping)", value, 0)
+
+
+def check_vector(name: str, vector: Tensor, operator: LinearMap, like: Tensor | None = None) -> None:
+    """Raise unless a right-hand side, or a start for it, fits the operator."""
+    n = operator.shape[0]
+    if not is_a(vector, Tensor):
+        raise TypeError(f"{CALL}: {name} must be a tensor, got {type(vector).__name__}.")
+    count = getattr(operator, "num_matrices", None)
+    expected = f"{[n]} or rows [k, {n}]" if count is None else f"rows {[count, n]}, one for each matrix"
+    fits = vector.ndim in (1, 2) and vector.shape[-1] == n and count in (None, len(vector))
+    if not fits or (like is not None and vector.shape != like.shape):
+        expected = expected if like is None else f"{list(like.shape)} as b"
+        raise ValueError(f"{CALL}: {name} must be {expected}, got {list(vector.shape)}.")
+    for what, error in (("dtype", TypeError), ("device", ValueError)):
+        got, expected = getattr(vector, what), getattr(operator, what)
+        if got != expected:
+            raise error(
+                f"{CALL}: {name} must be of the operator's {what} {expected}, got {got}. Use {name}.to({expected})."
+            )
+    if is_batched(vector):
+        raise ValueError(
+            f"{CALL}: {name} has a dimension of vmap, under which rows cannot stop one by one. Pass rows [k, {n}]."
+        )
+    if not bool(vector.detach().isfinite().all()):
+        raise ValueError(f"{CALL}: {name} has NaN or inf.")
+
+
+def check_symmetric(call: str, name: str, operator: LinearMap, products: Rows, *, fix: str = _FIX) -> None:
+    """Raise ``ValueError`` unless x^T A y and y^T A x agree on one random pair.
+
+    An asymmetric map passes with probability 0. The numbers are drawn from a separate generator.
+    """
+    pair = draw_for(operator, 2, "normal", torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        images = products(pair).detach()
+    if images.shape != pair.shape:
+        refuse(f"{call}: {name}", f"rows of the shape it receives, {tuple(pair.shape)}", tuple(images.shape))
+    if not bool(images.isfinite().all()):
+        return  # the solve reports it, with the row and the step
+    forth, back = to_list(dot(pair, images.flip(0)))
+    scale = float((norm(pair) * norm(images.flip(0))).sum())
+    # For independent x and y, x^T A y has the size |x| |A y| / sqrt(n).
+    tolerance = 10 * math.sqrt(torch.finfo(operator.dtype).eps) * scale / math.sqrt(operator.shape[0])
+    if abs(forth - back) > tolerance:
+        raise ValueError(
+            f"{call}: {name} must be symmetric, but for random x and y, x^T A y = {forth:.6g} and "
+            f"y^T A x = {back:.6g}. {fix}"
+        )

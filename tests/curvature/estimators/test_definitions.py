@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metagrad.curvature.estimators import xtrace
 from metagrad.curvature.estimators.basis import Basis, inverse_rows, left_out
-from metagrad.curvature.estimators.probing import ProbeSampler
+from metagrad.curvature.estimators.probes import ProbeSampler
 from metagrad.curvature.estimators.trace import HutchPlusPlus
 from metagrad.curvature.estimators.xtrace import XTrace
 from tests.curvature.maps import MatrixMap, matrix

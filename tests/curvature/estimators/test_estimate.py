@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, student_t
-from metagrad.curvature.estimators.probing import is_tight, spend
+from metagrad.curvature.estimators.probes import is_tight, spend
 
 
 def estimate(value, stderr, samples=64, **fields):

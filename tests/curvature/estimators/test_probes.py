@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from metagrad.curvature import ggn, hessian
-from metagrad.curvature.estimators.probes import piece_sizes, rows_in_chunk, sample_probes
-from metagrad.curvature.estimators.probing import ProbeSampler
+from metagrad.curvature.estimators.probes import ProbeSampler, piece_sizes, rows_in_chunk, sample_probes
 from tests.curvature.maps import seeded
 
 DISTRIBUTIONS = ["rademacher", "normal", "sphere"]

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import metagrad as mg
 from metagrad.curvature.operators.batches import is_one_batch
-from metagrad.curvature.operators.fisher import fisher
-from metagrad.curvature.operators.ggn import ggn
+from metagrad.curvature.operators.ggn import fisher, ggn
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.memory.storages import StorageCounter, StorageMode
 from metagrad.tasks.batch import Examples

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.curvature.operators.fisher import fisher
-from metagrad.curvature.operators.ggn import ggn
+from metagrad.curvature.operators.ggn import fisher, ggn
 from tests.draws import randn
 
 torch.manual_seed(0)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import metagrad as mg
-from metagrad.curvature.operators.operator import Identity, Operator
+from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse import SparseTensor
 from tests.frames import frames_of
@@ -88,7 +88,7 @@ def test_factors_can_be_differentiated():
 
 
 def test_operators_on_other_parameters_do_not_add():
-    other = Identity(ParameterSpace({"c": torch.zeros(6, dtype=torch.float64)}))
+    other = Operator(ParameterSpace({"c": torch.zeros(6, dtype=torch.float64)}))
     with pytest.raises(ValueError, match=r"A \+ B: .* on the same parameters.*a.w, b.*, got .*c\)"):
         Dense(A) + other
     for operation in (lambda: Dense(A) + 1.0, lambda: Dense(A) - 1.0, lambda: Dense(A) * None):

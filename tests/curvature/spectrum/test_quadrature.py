@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from metagrad.curvature.spectrum.first_order import first_order
+from metagrad.curvature.solvers.implicit import first_order
 from metagrad.curvature.spectrum.lanczos import lanczos
-from metagrad.curvature.spectrum.log_determinant import log_determinant
-from metagrad.curvature.spectrum.quadrature import gauss_rule, trace_of
+from metagrad.curvature.spectrum.quadrature import gauss_rule, log_determinant, trace_of
 from tests.curvature.maps import SPECTRA, MatrixMap, basis, matrix, seeded
 
 N = 300
