@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,123 +13,18 @@ from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
-    Limits,
     Run,
     Solver,
+    Start,
     begun,
     divide,
     ended,
     fill,
-    initial,
     is_finite,
     length,
     multiply,
 )
 from metagrad.curvature.solvers.solution import Result
-
-
-@dataclass(frozen=True)
-class ConjugateGradients:
-    r"""The iteration, differentiable if products are. Every row may have its own matrix.
-
-    Norms :math:`|x|^2 = x^T M x` are norms of the preconditioner, which multiplies with the inverse of M.
-
-    Args:
-        products: Multiplies rows. Rows that have ended are False in its second argument, and their products are
-            ignored.
-        tolerance: Norms of converged residuals, [k].
-        precondition: A map of rows.
-        progress: As in :class:`CG`.
-        follows_negative: If the curvature :math:`\kappa = p^T A p / p^T M p` is not above rounding errors, take one
-            last step along p by its absolute value (Dauphin et al., NeurIPS 2014). If the curvature is only rounding,
-            the step is scaled by M, as in gradient descent. If False, a row ends with the previous iterate.
-    """
-
-    products: Callable[[Tensor, Tensor], Tensor]
-    tolerance: Tensor
-    precondition: Rows | None = None
-    progress: float | None = None
-    follows_negative: bool = False
-
-    def run(
-        self, b: Tensor, x: Tensor, r: Tensor, max_steps: int, is_sound: Tensor
-    ) -> tuple[Run, Tensor, int]:
-        """Iterate from x with the residual r. Rows in which ``is_sound`` is False are not finite.
-
-        Returns:
-            The run, the residuals ``[k, n]``, and the number of products of all rows together.
-        """
-        z, rz, status = self._preconditioned(r, begun(r, is_sound, self.tolerance))
-        p, p_image = z, r  # the search directions, and their products with M
-        scale, steps, count = torch.zeros_like(rz.detach()), torch.zeros_like(status), 0
-        direction = b.new_zeros(()).expand_as(b)  # a stand-in without memory until a direction is found
-        models = [_model(x, b, r)]
-        for _ in checks.progress(range(max_steps), "conjugate gradients"):
-            if not bool((status == RUNNING).any()):
-                break
-            q, count = self.products(p, status == RUNNING), count + 1
-            status = fill(status, ~is_finite(q), Result.NON_FINITE)
-            moves = status == RUNNING
-            q = torch.where(moves[:, None], q, 0.0)
-            pq = dot(p, q)
-            curvature, rounding, scale = self._curvature(p, p_image, q, pq, scale)
-            is_negative = moves & (pq <= rounding)
-            status = fill(status, is_negative, Result.NEGATIVE_CURVATURE)
-            if not self.follows_negative:
-                direction = torch.where(is_negative[:, None], _unit(p), direction)
-            alpha = divide(rz, curvature, where=moves if self.follows_negative else moves & ~is_negative)
-            before, x, r = x, x + alpha[:, None] * p, r - alpha[:, None] * q
-            del q  # without a graph, the next direction reuses its memory
-            status = fill(status, length(r) <= self.tolerance, Result.CONVERGED)
-            if self.progress is not None:
-                models.append(_model(x, b, r))
-                status = fill(status, _makes_no_progress(models, self.progress), Result.PROGRESS)
-            z, following, status = self._preconditioned(r, status)
-            x = torch.where((moves & ~following.detach().isfinite())[:, None], before, x)  # is too far
-            goes_on = status == RUNNING
-            beta = divide(following, rz, where=goes_on)[:, None]
-            p = torch.where(goes_on[:, None], z + beta * p, p)
-            p_image = p if self.precondition is None else r + beta * p_image
-            rz, steps = torch.where(goes_on, following, rz), steps + (alpha.detach() != 0)
-        return Run(x, steps, ended(status), direction), r, count
-
-    def _preconditioned(self, r: Tensor, status: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return z = M^-1 r, r^T z, and the status."""
-        z = r if self.precondition is None else self.precondition(r)
-        rz = dot(r, z)
-        status = fill(status, ~rz.detach().isfinite(), Result.NON_FINITE)
-        return z, rz, fill(status, rz <= 0, Result.BREAKDOWN)
-
-    def _curvature(
-        self, p: Tensor, p_image: Tensor, q: Tensor, pq: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor | float, Tensor]:
-        """Return the divisor of r^T z, the bound for rounding in p^T A p, and the scale so far."""
-        if not self.follows_negative:
-            return pq, 0.0, scale
-        pp = dot(p, p_image)
-        images = dot(q, q if self.precondition is None else self.precondition(q)).detach()
-        scale = torch.maximum(scale, divide(images, pp.detach(), where=pp.detach() > 0).sqrt())
-        rounding = torch.finfo(pq.dtype).eps * scale * pp
-        return torch.where(pq.abs() <= rounding, pp, pq.abs()), rounding, scale
-
-
-def _model(x: Tensor, b: Tensor, r: Tensor) -> Tensor:
-    """Return the quadratic model x^T A x / 2 - b^T x, [k]."""
-    return -0.5 * dot(x.detach(), b.detach() + r.detach())
-
-
-def _makes_no_progress(models: list[Tensor], progress: float) -> Tensor | bool:
-    """Apply Martens' rule, at step i = len(models) - 1."""
-    step = len(models) - 1
-    lag = max(10, math.ceil(step / 10))
-    if step <= lag:
-        return False
-    now, before = models[-1], models[-1 - lag]
-    return (now < 0) & (before - now < lag * progress * now.abs())
-
-
-def _unit(rows: Tensor) -> Tensor:
-    return rows.detach() / length(rows).clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
 
 
 @dataclass(frozen=True)
@@ -148,6 +42,10 @@ class CG(Solver):
         progress: The :math:`\epsilon` of Martens' rule. Stop at step i if the model :math:`\phi(x) = x^T A x / 2 -
             b^T x` fell by less than :math:`k \epsilon |\phi(x_i)|` in the last :math:`k = \max(10, i / 10)` steps.
             Martens uses 5e-4. None disables the rule.
+        follows_negative: If the curvature :math:`\kappa = p^T A p / p^T M p` is not above rounding errors, take one
+            last step along p by its absolute value (Dauphin et al., NeurIPS 2014). If the curvature is only rounding,
+            the step is scaled by M, as in gradient descent. If False, a row ends with the previous iterate. M is the
+            inverse of the preconditioner.
 
     Raises:
         ValueError: ``progress`` is not above 0.
@@ -171,19 +69,85 @@ class CG(Solver):
     """
 
     progress: float | None = None
+    follows_negative: bool = False
 
     def __post_init__(self) -> None:
         checks.check_positive("CG(progress)", self.progress, optional=True)
 
     def run(
-        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+        self, products: Rows, start: Start, precondition: Rows | None, tolerance: Tensor, max_steps: int
     ) -> Run:
-        """Solve for every row of ``b``."""
-        x, r = initial(products, b, x0)
-        iteration = ConjugateGradients(
-            lambda rows, active: multiply(products, rows, active),
-            limits.tolerance,
-            precondition,
-            self.progress,
-        )
-        return iteration.run(b, x, r, limits.max_steps, is_finite(r))[0]
+        """Solve for every row. Differentiable if products are."""
+        b, x, r = start
+        z, rz, status = _preconditioned(precondition, r, begun(r, tolerance))
+        p, p_image = z, r  # the search directions, and their products with M
+        scale, steps, count = torch.zeros_like(rz.detach()), torch.zeros_like(status), 0
+        direction = r.new_zeros(()).expand_as(r)  # a stand-in without memory until a direction is found
+        models = [_model(x, b, r)]
+        for _ in checks.progress(range(max_steps), "conjugate gradients"):
+            if not bool((status == RUNNING).any()):
+                break
+            q, count = multiply(products, p, status == RUNNING), count + 1
+            status = fill(status, ~is_finite(q), Result.NON_FINITE)
+            moves = status == RUNNING
+            q = torch.where(moves[:, None], q, 0.0)
+            pq = dot(p, q)
+            curvature, rounding, scale = self._curvature(p, p_image, q, pq, scale, precondition)
+            is_negative = moves & (pq <= rounding)
+            status = fill(status, is_negative, Result.NEGATIVE_CURVATURE)
+            if not self.follows_negative:
+                direction = torch.where(is_negative[:, None], _unit(p), direction)
+            alpha = divide(rz, curvature, where=moves if self.follows_negative else moves & ~is_negative)
+            before, x, r = x, x + alpha[:, None] * p, r - alpha[:, None] * q
+            del q  # without a graph, the next direction reuses its memory
+            status = fill(status, length(r) <= tolerance, Result.CONVERGED)
+            if self.progress is not None:
+                models.append(_model(x, b, r))
+                status = fill(status, _makes_no_progress(models, self.progress), Result.PROGRESS)
+            z, following, status = _preconditioned(precondition, r, status)
+            x = torch.where((moves & ~following.detach().isfinite())[:, None], before, x)  # is too far
+            goes_on = status == RUNNING
+            beta = divide(following, rz, where=goes_on)[:, None]
+            p = torch.where(goes_on[:, None], z + beta * p, p)
+            p_image = p if precondition is None else r + beta * p_image
+            rz, steps = torch.where(goes_on, following, rz), steps + (alpha.detach() != 0)
+        return Run(x, steps, ended(status), direction, r, count)
+
+    def _curvature(
+        self, p: Tensor, p_image: Tensor, q: Tensor, pq: Tensor, scale: Tensor, precondition: Rows | None
+    ) -> tuple[Tensor, Tensor | float, Tensor]:
+        """Return the divisor of r^T z, the bound for rounding in p^T A p, and the scale so far."""
+        if not self.follows_negative:
+            return pq, 0.0, scale
+        pp = dot(p, p_image)
+        images = dot(q, q if precondition is None else precondition(q)).detach()
+        scale = torch.maximum(scale, divide(images, pp.detach(), where=pp.detach() > 0).sqrt())
+        rounding = torch.finfo(pq.dtype).eps * scale * pp
+        return torch.where(pq.abs() <= rounding, pp, pq.abs()), rounding, scale
+
+
+def _preconditioned(precondition: Rows | None, r: Tensor, status: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return z = M^-1 r, r^T z, and the status."""
+    z = r if precondition is None else precondition(r)
+    rz = dot(r, z)
+    status = fill(status, ~rz.detach().isfinite(), Result.NON_FINITE)
+    return z, rz, fill(status, rz <= 0, Result.BREAKDOWN)
+
+
+def _model(x: Tensor, b: Tensor, r: Tensor) -> Tensor:
+    """Return the quadratic model x^T A x / 2 - b^T x, [k]."""
+    return -0.5 * dot(x.detach(), b.detach() + r.detach())
+
+
+def _makes_no_progress(models: list[Tensor], progress: float) -> Tensor | bool:
+    """Apply Martens' rule, at step i = len(models) - 1."""
+    step = len(models) - 1
+    lag = max(10, math.ceil(step / 10))
+    if step <= lag:
+        return False
+    now, before = models[-1], models[-1 - lag]
+    return (now < 0) & (before - now < lag * progress * now.abs())
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows.detach() / length(rows).clamp_min(torch.finfo(rows.dtype).tiny)[:, None]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import Rows, SeparateMatrices, refuse_half
-from metagrad.curvature.solvers.iteration import RUNNING, Limits, Run, Solver, begun, fill, initial, is_finite
+from metagrad.curvature.solvers.iteration import RESULTS, RUNNING, Run, Solver, Start, begun, fill, is_finite
 from metagrad.curvature.solvers.solution import Result
 
 
@@ -40,24 +40,24 @@ class Dense(Solver):
     no_preconditioner = "a factorization needs none. Leave it out."
 
     def run(
-        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+        self, products: Rows, start: Start, precondition: Rows | None, tolerance: Tensor, max_steps: int
     ) -> Run:
-        """Solve for every row of ``b``."""
-        refuse_half('solve(..., method="dense")', b.dtype)
-        x, r = initial(products, b, x0)
-        matrices = matrices_of(products, b)
+        """Solve for every row."""
+        _, x, r = start
+        refuse_half('solve(..., method="dense")', r.dtype)
+        status = begun(r, tolerance)
+        matrices = matrices_of(products, r)
         are_sound = is_finite(matrices.flatten(1))
-        status = begun(r, is_finite(r) & are_sound, limits.tolerance)
-        identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
+        status = torch.where(are_sound, status, RESULTS.index(Result.NON_FINITE))
+        identity = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
         symmetric = torch.where(are_sound[:, None, None], (matrices + matrices.mT) / 2, identity)
         factors, info = linalg.cholesky_ex(symmetric)
         status = fill(status, info != 0, Result.NEGATIVE_CURVATURE)
         factors = torch.where((info == 0)[:, None, None], factors, identity)
         moves = status == RUNNING
         x = x + torch.cholesky_solve(torch.where(moves[:, None], r, 0.0)[..., None], factors)[..., 0]
-        return Run(
-            x, moves.long(), fill(status, moves, Result.CONVERGED), torch.zeros_like(b, requires_grad=False)
-        )
+        status = fill(status, moves, Result.CONVERGED)
+        return Run(x, moves.long(), status, torch.zeros_like(r), r, r.shape[1])
 
 
 def matrices_of(products: Rows, b: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, resta
     """
     b = b.detach()
     x, r, steps, count = torch.zeros_like(b), b, b.new_zeros(len(b), dtype=torch.int64), 0
-    status = begun(r, is_finite(r), tolerance)
+    status = begun(r, tolerance)
     with torch.no_grad():
         while bool((status == RUNNING).any()) and count < max_steps:
             active, before = status == RUNNING, length(r)
@@ -50,7 +50,7 @@ def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, resta
             # The residual of the recurrence differs from the true residual by rounding.
             status = fill(status, length(r) <= 2 * tolerance, Result.CONVERGED)
             status = fill(status, length(r) > _LITTLE * before, Result.STAGNATED)
-    return Run(x, steps, ended(status), torch.zeros_like(x))
+    return Run(x, steps, ended(status), torch.zeros_like(x), r, count)
 
 
 def _cycle(products: Rows, r: Tensor, active: Tensor, tolerance: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -52,11 +52,12 @@ class LinearSystem:
             return self.multiply(vectors).detach()
 
 
-class Limits(NamedTuple):
-    """Stopping rules of the solve of a row."""
+class Start(NamedTuple):
+    """Right-hand sides, first iterates and their residuals, [k, n] each."""
 
-    tolerance: Tensor  # largest residual norm that counts as converged, [k]
-    max_steps: int
+    b: Tensor
+    x: Tensor
+    r: Tensor
 
 
 class Run(NamedTuple):
@@ -66,6 +67,8 @@ class Run(NamedTuple):
     steps: Tensor  # int64 [k]
     status: Tensor  # index into RESULTS, int64 [k]
     direction: Tensor  # direction of negative curvature, zero in rows that did not meet it, [k, n]
+    residual: Tensor  # by the recurrence of the solver, [k, n]
+    matvecs: int  # products of all rows together
 
 
 class Solver:
@@ -78,19 +81,14 @@ class Solver:
 
     no_preconditioner: ClassVar[str | None] = None
 
-    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Solver, Rows | None]:
-        """Choose the options that depend only on the operator.
-
-        Return the solver and preconditioner to run.
-        """
-        if precondition is not None and self.no_preconditioner is not None:
-            raise ValueError(f"solve(..., preconditioner): {self.no_preconditioner}")
-        return self, precondition
+    def set_up(self, system: LinearSystem) -> Solver:
+        """Return the solver with the options that depend on the operator."""
+        return self
 
     def run(
-        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+        self, products: Rows, start: Start, precondition: Rows | None, tolerance: Tensor, max_steps: int
     ) -> Run:
-        """Solve for every row of ``b``. Differentiable if products are."""
+        """Solve for rows, until the norms of the residuals are at most ``tolerance``, [k]."""
         raise NotImplementedError
 
 
@@ -129,13 +127,8 @@ def ended(status: Tensor) -> Tensor:
     return fill(status, status == RUNNING, Result.MAX_STEPS)
 
 
-def begun(r: Tensor, is_sound: Tensor, tolerance: Tensor) -> Tensor:
+def begun(r: Tensor, tolerance: Tensor) -> Tensor:
     """Return the status of rows at their first residuals, [k]: running, converged or not finite."""
     status = torch.full((len(r),), RUNNING, dtype=torch.int64, device=r.device)
-    status = fill(status, ~is_sound, Result.NON_FINITE)
+    status = fill(status, ~is_finite(r), Result.NON_FINITE)
     return fill(status, length(r) <= tolerance, Result.CONVERGED)
-
-
-def initial(products: Rows, b: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the first iterate and its residual."""
-    return (torch.zeros_like(b), b) if x0 is None else (x0, b - products(x0))

@@ -12,14 +12,13 @@ from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
-    Limits,
     LinearSystem,
     Run,
     Solver,
+    Start,
     begun,
     ended,
     fill,
-    initial,
     is_finite,
     length,
     multiply,
@@ -72,27 +71,26 @@ class Neumann(Solver):
     def __post_init__(self) -> None:
         check_positive("Neumann(scale)", self.scale, optional=True)
 
-    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Neumann, Rows | None]:
+    def set_up(self, system: LinearSystem) -> Neumann:
         """Estimate the scale, unless it is given."""
-        super().set_up(system, precondition)
         if self.scale is not None:
-            return self, None
+            return self
         size = _largest_eigenvalue(system)
-        return Neumann(scale=1 / size if size > 0 else 1.0), None
+        return Neumann(scale=1 / size if size > 0 else 1.0)
 
     def run(
-        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+        self, products: Rows, start: Start, precondition: Rows | None, tolerance: Tensor, max_steps: int
     ) -> Run:
-        """Solve for every row of ``b``, after :meth:`set_up`."""
+        """Sum the series, after :meth:`set_up`."""
         assert self.scale is not None
-        x, r = initial(products, b, x0)
-        status = begun(r, is_finite(r), limits.tolerance)
-        steps, slack = torch.zeros_like(status), 1 + 100 * torch.finfo(b.dtype).eps
-        for _ in range(limits.max_steps):
+        _, x, r = start
+        status = begun(r, tolerance)
+        steps, slack, count = torch.zeros_like(status), 1 + 100 * torch.finfo(r.dtype).eps, 0
+        for _ in range(max_steps):
             active = status == RUNNING
             if not bool(active.any()):
                 break
-            step = self.scale * r
+            step, count = self.scale * r, count + 1
             following = r - multiply(products, step, active)
             status = fill(status, ~is_finite(following), Result.NON_FINITE)
             status = fill(status, length(following) > length(r) * slack, Result.DIVERGED)
@@ -100,8 +98,8 @@ class Neumann(Solver):
             x = x + torch.where(moves, step, 0.0)
             r = torch.where(moves, following, r)
             steps = steps + moves[:, 0]
-            status = fill(status, length(r) <= limits.tolerance, Result.CONVERGED)
-        return Run(x, steps, ended(status), torch.zeros_like(b, requires_grad=False))
+            status = fill(status, length(r) <= tolerance, Result.CONVERGED)
+        return Run(x, steps, ended(status), torch.zeros_like(r), r, count)
 
 
 def _largest_eigenvalue(system: LinearSystem) -> float:

@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from metagrad.curvature.rows import dot, norm
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.implicit import Inverse, attach_linear, is_batched, refuse_derivatives
-from metagrad.curvature.solvers.iteration import CALL, RESULTS, Limits, LinearSystem, Run, Solver, length
+from metagrad.curvature.solvers.iteration import CALL, RESULTS, LinearSystem, Run, Solver, Start, length
 from metagrad.curvature.solvers.neumann import Neumann
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
 
@@ -141,10 +142,13 @@ def solve(
         check_symmetric(CALL, "preconditioner", operator, preconditioner)
     if check_symmetry and system.num_matrices is None:
         check_symmetric(CALL, "operator", system, system.undamped)
-    solver, precondition = _solver(method).set_up(system, preconditioner)
+    solver = _solver(method)
+    if preconditioner is not None and solver.no_preconditioner is not None:
+        raise ValueError(f"solve(..., preconditioner): {solver.no_preconditioner}")
+    solver = solver.set_up(system)
     rows, start = (None if v is None else v.reshape(-1, n) for v in (b, x0))
     assert rows is not None
-    work = _SystemSolver(system, solver, precondition, max_steps or min(10 * n, 10_000))
+    work = _SystemSolver(system, solver, preconditioner, max_steps or min(10 * n, 10_000))
     run, scaled, scale, tolerance = work.run(rows, rtol, atol, start)
     x, product = run.x * scale, system.multiply(run.x.detach())
     status, residuals = _true_residuals(run.status, product, scaled, tolerance)
@@ -189,10 +193,12 @@ class _SystemSolver:
             if x0 is not None:
                 # A right-hand side of 0 starts from 0, because no residual is small relative to it.
                 x0 = torch.where((rows != 0).any(-1, keepdim=True), x0.detach() / scale, 0.0)
-            limits = Limits(tolerance, self.max_steps)
             constant = self.system.constant
             products = constant if self.system.num_matrices is None else SeparateMatrices(constant)
-            found = self.solver.run(products, rows, x0, self.precondition, limits)
+            start = Start(rows, torch.zeros_like(rows), rows)
+            if x0 is not None:
+                start = Start(rows, x0, rows - products(x0))
+            found = self.solver.run(products, start, self.precondition, tolerance, self.max_steps)
         return found, rows, scale, tolerance
 
     def attached(
@@ -248,7 +254,7 @@ def _solver(method: str | Solver) -> Solver:
     return SOLVERS[method]()
 
 
-def check_damping(damping: float | Tensor) -> None:
+def check_damping(damping: Any) -> None:
     """Raise unless the damping is a number of 0 or more, or a tensor with one."""
     if not isinstance(damping, (numbers.Real, Tensor)):
         raise TypeError(f"solve(..., damping): expected a number or a tensor, got {type(damping).__name__}.")

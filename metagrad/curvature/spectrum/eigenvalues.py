@@ -278,7 +278,8 @@ class KrylovSpace:
         """Restart from some pairs. Rows are combined in place, in pieces of columns to save memory."""
         size, count = self.size, len(values)
         coupling = self.projected[size, size - 1] * coordinates[-1]
-        for piece in self.basis.split(2**16, dim=1):
+        for start in range(0, self.basis.shape[1], 2**16):
+            piece = self.basis[:, start : start + 2**16]
             piece[:count] = combined(piece[:size], coordinates)
         self.basis[count] = self.basis[size]
         self.projected[:] = 0.0

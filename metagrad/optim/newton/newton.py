@@ -16,8 +16,8 @@ from metagrad.core._torch import linalg
 from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import HALF, Params, widened
 from metagrad.curvature.operators.ggn import flattened
-from metagrad.curvature.solvers.cg import ConjugateGradients
-from metagrad.curvature.solvers.iteration import RESULTS
+from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.iteration import RESULTS, Start
 from metagrad.curvature.solvers.solution import Result
 from metagrad.optim.newton.vector import (
     VectorOptimizer,
@@ -143,15 +143,16 @@ def conjugate_gradients(
         residual, spent = b - multiply(x0), 1
         if float(x0.dot(b + residual)) > 0:
             x, r = x0, residual
-    run, residual, products = ConjugateGradients(
-        lambda rows, active: multiply(rows[0])[None],
+    run = CG(progress, follows_negative=True).run(
+        lambda rows: multiply(rows[0])[None],
+        Start(b[None], x[None], r[None]),
+        precondition=None,
         tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * linalg.vector_norm(b).reshape(1),
-        progress=progress,
-        follows_negative=True,
-    ).run(b[None], x[None], r[None], max_steps, torch.tensor([True], device=b.device))
+        max_steps=max_steps,
+    )
     x = run.x[0]
-    model = -0.5 * float(x.dot(b + residual[0]))
-    return Solved(x, model, int(run.steps), RESULTS[int(run.status)], spent + products)
+    model = -0.5 * float(x.dot(b + run.residual[0]))
+    return Solved(x, model, int(run.steps), RESULTS[int(run.status)], spent + run.matvecs)
 
 
 class Problem(NamedTuple):
