@@ -121,7 +121,7 @@ class Sharpness:
         optimizer = getattr(optimizer, "optimizer", optimizer)  # inside the wrapper of accelerate
         self.history: list[Reading] = []
         self._optimizer, self._loss, self._every = optimizer, loss, every
-        self._options = {"critical": critical, "top": top, "trace": trace}
+        self._critical, self._top, self._trace = critical, top, trace
         self._steps, self._before = 0, dict[Tensor, Tensor]()
         self._modules = ReachableObjects(loss).modules
         self._handles = [
@@ -160,15 +160,13 @@ class Sharpness:
         update = {p: p.detach() - old for p, old in before.items()}
         squared = sum(float(d.double().square().sum()) for d in update.values())
         if squared > 0:
-            began = time.perf_counter()
             with own_buffers(self._modules):
-                numbers = self._numbers(before, update, squared)
-            self.history.append(Reading(step=self._steps, seconds=time.perf_counter() - began, **numbers))
+                self.history.append(self._reading(before, update, squared))
 
-    def _numbers(
+    def _reading(
         self, before: Mapping[Tensor, Tensor], update: Mapping[Tensor, Tensor], squared: float
-    ) -> dict[str, Any]:
-        random = RandomState()
+    ) -> Reading:
+        began, random = time.perf_counter(), RandomState()
 
         def at(length: float) -> Tensor:
             moved = {p: old + length * update[p] if length else old for p, old in before.items()}
@@ -185,33 +183,35 @@ class Sharpness:
         curved = curved if abs(curved) > rounding else math.nan
         ratio = -2 * slope / curved if curved > 0 else math.nan if math.isnan(curved) else math.inf
         critical = None
-        if self._options["critical"]:
+        if self._critical:
             critical = _searched(lambda length: not float(at(length)) <= value)  # NaN climbs
-        return {
-            "loss": value,
-            "slope": slope,
-            "curvature": curved / squared,
-            "ratio": ratio,
-            "critical": critical,
-            "rounding": rounding / squared,
-            **self._of_hessian(before, random),
-        }
+        top, trace = self._of_hessian(before, random) if self._top or self._trace else (None, None)
+        return Reading(
+            step=self._steps,
+            loss=value,
+            slope=slope,
+            curvature=curved / squared,
+            ratio=ratio,
+            critical=critical,
+            rounding=rounding / squared,
+            top=top,
+            trace=trace,
+            seconds=time.perf_counter() - began,
+        )
 
-    def _of_hessian(self, before: Mapping[Tensor, Tensor], random: RandomState) -> dict[str, float | None]:
-        found: dict[str, float | None] = {"top": None, "trace": None}
-        if not (self._options["top"] or self._options["trace"]):
-            return found
+    def _of_hessian(
+        self, before: Mapping[Tensor, Tensor], random: RandomState
+    ) -> tuple[float | None, float | None]:
+        """Return the largest eigenvalue and the trace, if they were requested."""
         params = {f"parameter {i}": p for i, p in enumerate(before) if p.requires_grad}
         generator = torch.Generator(next(iter(before)).device).manual_seed(0)
         with torch.enable_grad(), exchanged(before), random.restored():
             with every_order():
                 loss = _checked(self._loss())
             with hessian(loss, params) as H:
-                if self._options["top"]:
-                    found["top"] = float(H.eigenvalues(1, generator=generator).values[0])
-                if self._options["trace"]:
-                    found["trace"] = float(H.trace(generator=generator).value)
-        return found
+                top = float(H.eigenvalues(1, generator=generator).values[0]) if self._top else None
+                trace = float(H.trace(generator=generator).value) if self._trace else None
+        return top, trace
 
 
 class _HalfPrecision(Dispatch):

@@ -14,7 +14,7 @@ from metagrad.core._torch import backward
 from metagrad.core.checks import check_count, check_function
 from metagrad.core.tree import Params, Tree, detached, leaf_names, tree_leaves
 from metagrad.hypergrad.hypergradient import checked, completed
-from metagrad.hypergrad.inverses import CG
+from metagrad.hypergrad.implicit import CG
 from metagrad.hypergrad.problem import HypergradientMethod, Parameters, Problem
 from metagrad.hypergrad.unroll import moved_by
 from metagrad.optim.rule import Rule

@@ -6,8 +6,7 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.core.checks import refuse
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, leaf_names, tree_leaves, zeros_for_none
-from metagrad.hypergrad.implicit import check_solution
-from metagrad.hypergrad.inverses import CG
+from metagrad.hypergrad.implicit import CG, check_solution
 from metagrad.hypergrad.problem import CALL, BilevelLoss, Derivative, HypergradientMethod, Parameters, Problem
 
 

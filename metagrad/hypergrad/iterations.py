@@ -51,7 +51,7 @@ def iterated(f: Rows, method: RootMethod, x: Tensor, rtol: float, atol: float, m
     now = Iterate(x, f(x))
     first = length(now.f)
     tolerance = (rtol * first).clamp_min(atol)
-    status = begun(now.f, is_finite(now.f), tolerance)
+    status = begun(now.f, tolerance)
     steps = torch.zeros_like(status)
     for _ in range(max_steps):
         active = status == RUNNING

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from metagrad.core.checks import check_choice
 from metagrad.core.tree import widened
-from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, student_t
 from metagrad.curvature.estimators.probes import (
     FIRST,
@@ -21,7 +20,7 @@ from metagrad.curvature.estimators.probes import (
     checked_budget,
     spend,
 )
-from metagrad.curvature.estimators.xtrace import XTrace
+from metagrad.curvature.estimators.xtrace import Basis, XTrace
 from metagrad.curvature.linear_map import FACTORIZED, LinearMap, checked_size, refuse_half
 from metagrad.curvature.rows import inner
 

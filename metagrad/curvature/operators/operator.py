@@ -193,8 +193,7 @@ class Operator:
         scalar = _scalar("c * H: c", factor)
         return DerivedOperator(self.space, lambda rows: self.multiply(rows) * scalar, self)
 
-    def __rmul__(self, factor: float | Tensor) -> Operator:
-        return self * factor
+    __rmul__ = __mul__
 
     def __truediv__(self, divisor: float | Tensor) -> Operator:
         return self * (1 / divisor)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.estimators import xtrace
-from metagrad.curvature.estimators.basis import Basis, inverse_rows, left_out
 from metagrad.curvature.estimators.probes import ProbeSampler
 from metagrad.curvature.estimators.trace import HutchPlusPlus
-from metagrad.curvature.estimators.xtrace import XTrace
+from metagrad.curvature.estimators.xtrace import Basis, XTrace, inverse_rows, left_out
 from tests.curvature.maps import MatrixMap, matrix
 
 DISTRIBUTIONS = ["rademacher", "sphere"]
