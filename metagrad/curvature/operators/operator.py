@@ -14,7 +14,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded
 from metagrad.core import _torch
-from metagrad.core.checks import is_a, is_mapping, refuse
+from metagrad.core.checks import check_type, is_a, is_mapping, refuse
 from metagrad.core.tree import HALF
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.trace import trace as estimate_trace
@@ -247,9 +247,9 @@ class Operator:
 
     def restricted(self, block: ParameterSpace) -> Operator:
         """Return the diagonal block of some parameters. Rows are padded with zeros to rows of all parameters."""
-        places = self.space.places(block)
 
         def products(rows: Tensor) -> Tensor:
+            places = self.space.places(block)
             whole = rows.new_zeros(len(rows), self.space.size).index_copy(1, places, rows)
             return self.multiply(whole).index_select(1, places)
 
@@ -407,6 +407,7 @@ class GraphOperator(Operator):
 
 def _scalar(what: str, value: float | Tensor) -> float | Tensor:
     """Return a number, or a tensor without dimensions."""
+    check_type(what, value, int, float, Tensor)
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:

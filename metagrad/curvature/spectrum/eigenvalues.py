@@ -145,9 +145,7 @@ def eigenvalues(
     check_count(f"{_CALL}: max_matvecs", max_matvecs, 2 * k, optional=True)
     max_basis = min(n, max(2 * k + 1, 40) if max_basis is None else max_basis)
     budget = max(min(2000, 20 * n), 2 * k) if max_matvecs is None else max_matvecs
-    search = partial(
-        thick_restart_lanczos, which=which, rtol=rtol, max_basis=max_basis, generator=generator, call=_CALL
-    )
+    search = partial(thick_restart_lanczos, which=which, rtol=rtol, max_basis=max_basis, generator=generator)
     budget -= k  # the last k products compute the residuals
     found = search(operator, k, max_matvecs=budget)
     while copies and found.settled and not found.is_whole:
@@ -238,10 +236,8 @@ class KrylovSpace:
         matvecs: Total number of products.
     """
 
-    def __init__(
-        self, operator: LinearMap, max_basis: int, generator: torch.Generator | None, call: str
-    ) -> None:
-        self.operator, self.generator, self.call = operator, generator, call
+    def __init__(self, operator: LinearMap, max_basis: int, generator: torch.Generator | None) -> None:
+        self.operator, self.generator = operator, generator
         shape = max_basis + 1, operator.shape[0]
         self.basis: Tensor = torch.zeros(shape, dtype=operator.dtype, device=operator.device)
         self.projected: np.ndarray = np.zeros((max_basis + 1, max_basis + 1))
@@ -252,9 +248,9 @@ class KrylovSpace:
     def extend(self) -> None:
         """Multiply the next vector. The next vector is the direction that the product adds to the space."""
         j, basis, projected = self.size, self.basis, self.projected
-        images = shaped_products(self.call, self.operator, basis[j : j + 1].clone()).detach()
+        images = shaped_products(_CALL, self.operator, basis[j : j + 1].clone()).detach()
         norms, self.scale = lanczos_step(
-            images, basis[None], projected[None], j, self.scale, coupled=self.coupled, call=self.call
+            images, basis[None], projected[None], j, self.scale, coupled=self.coupled, call=_CALL
         )
         if j + 1 == basis.shape[1]:  # the whole space
             projected[j, j + 1] = projected[j + 1, j] = 0.0
@@ -305,7 +301,6 @@ def thick_restart_lanczos(
     max_matvecs: int,
     max_basis: int,
     generator: torch.Generator | None,
-    call: str,
 ) -> Subspace:
     r"""Find k eigenvectors at an end of the spectrum, by the Lanczos method with thick restarts.
 
@@ -316,7 +311,7 @@ def thick_restart_lanczos(
         Wu, Simon, "Thick-restart Lanczos method for large symmetric eigenvalue problems", SIAM J. Matrix Anal.
         Appl. 22, 2000.
     """
-    space = KrylovSpace(operator, max_basis, generator, call)
+    space = KrylovSpace(operator, max_basis, generator)
     every = max(1, max_basis // 16)  # each check solves a small dense problem
     while True:
         space.extend()

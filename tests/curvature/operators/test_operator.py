@@ -96,6 +96,15 @@ def test_operators_on_other_parameters_do_not_add():
             operation()
 
 
+def test_a_damping_is_one_number():
+    with pytest.raises(
+        TypeError, match=r"H\.damped\(delta\): delta: expected int or float or Tensor, got str"
+    ):
+        Dense(A).damped("0.1")
+    with pytest.raises(ValueError, match=r"H\.damped\(delta\): delta must be a scalar, got .*\(2,\)"):
+        Dense(A).damped(torch.ones(2))
+
+
 def test_what_is_not_finite_is_named():
     broken = A.clone()
     broken[5, 5] = torch.inf
