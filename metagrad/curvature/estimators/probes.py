@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import check_choice, check_count, check_positive, check_type
-from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
 from metagrad.curvature.rows import norm
@@ -168,10 +167,6 @@ class ProbeSampler:
         for size in piece_sizes(self.operator, count, self.rows):
             probes = self.draw(size)
             yield probes, self.multiply(probes)
-
-    def reduced(self, count: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Apply ``reduce`` to pieces of ``count`` probes and their products, and concatenate the results."""
-        return torch.cat([reduce(probes, widened(products)) for probes, products in self.pieces(count)])
 
     def rounding(self, norm: Tensor) -> Tensor:
         """Return the size of rounding errors in a trace, given the Frobenius norm of the map."""

@@ -43,15 +43,15 @@ class Hutchinson(Estimator):
 
     def extend(self, products: int) -> None:
         """Spend ``products`` more products."""
-        self._append(self.probing.reduced(products, _forms))
+        for probes, found in self.probing.pieces(products):
+            self.add(probes, found)
 
     def add(self, probes: Tensor, products: Tensor) -> None:
         """Add probes [k, n] that were already multiplied."""
-        self._append(_forms(probes, widened(products)))
-
-    def _append(self, found: Tensor) -> None:
-        self.samples = torch.cat([self.samples, found[:, 0]])
-        self.squares = torch.cat([self.squares, found[:, 1]])
+        products = widened(products)
+        self.samples = torch.cat([self.samples, (probes * products).sum(1)])
+        # The mean of the squares of A z is the squared Frobenius norm.
+        self.squares = torch.cat([self.squares, products.square().sum(1)])
 
     def estimate(self) -> Estimate:
         """Estimate from all samples so far."""
@@ -59,11 +59,6 @@ class Hutchinson(Estimator):
         return from_samples(
             self.samples, floor, matvecs=self.probing.matvecs, method=self.name, quantity="trace"
         )
-
-
-def _forms(probes: Tensor, products: Tensor) -> Tensor:
-    """Return z^T A z and ||A z||^2, [k, 2]. The mean of ||A z||^2 is the squared Frobenius norm."""
-    return torch.stack([(probes * products).sum(1), products.square().sum(1)], 1)
 
 
 class ExactTrace(Hutchinson):

@@ -185,12 +185,6 @@ def _hessian_by_autodiff(evaluation: ModelEvaluation) -> Recorded:
     return Recorded(problem.call, zeros_for_none(gradients, outputs), named, create_graph=on_tape)
 
 
-def fisher_of_outputs(evaluation: ModelEvaluation) -> OutputMatrix:
-    """Return :math:`F_L`, the expectation over the predictive distribution in closed form."""
-    known = known_loss(evaluation)
-    return flattened(known.fisher_product, known.output)
-
-
 def flattened(product: Callable[[Tensor], Tensor], output: Tensor) -> OutputMatrix:
     """Convert a product with vectors in the shape of an output to a product with flat rows."""
     return lambda rows: product(rows.reshape(*rows.shape[:-1], *output.shape)).reshape(rows.shape)
@@ -351,7 +345,8 @@ def fisher(
 
     def output_matrix_of(evaluation: ModelEvaluation) -> OutputMatrix:
         if kind == "exact":
-            return fisher_of_outputs(evaluation)
+            known = known_loss(evaluation)
+            return flattened(known.fisher_product, known.output)
         if kind == "empirical":
             count = count_of(call, evaluation.batch, evaluation.known, reduction)
             return outer_products(evaluation, observed_scores(evaluation, count))
