@@ -4,8 +4,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_600, "experiments": 10_181, "tests": 28_211}
-FILES = {"metagrad": 260, "experiments": 79}
+LINES = {"metagrad": 24_479, "experiments": 10_181, "tests": 28_213}
+FILES = {"metagrad": 251, "experiments": 79}
 
 
 @pytest.mark.parametrize("folder", LINES)
