@@ -163,6 +163,7 @@ def missing_commands(path: Path, text: str) -> list[str]:
 def missing_files(path: Path, text: str) -> list[str]:
     """Return named files, and named folders next to a README, that do not exist."""
     files = re.findall(r"`((?:metagrad|experiments|tests|conf|docs)/[a-z_./]*)`", text)
+    files += re.findall(r"pytest (tests/[\w./]+)", text)
     folders = re.findall(r"`([a-z_]+/)`", text) if path.is_relative_to(ROOT / "metagrad") else []
     return [
         *(file for file in files if not (ROOT / file).exists()),
