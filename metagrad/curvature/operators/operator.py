@@ -247,9 +247,9 @@ class Operator:
 
     def restricted(self, block: ParameterSpace) -> Operator:
         """Return the diagonal block of some parameters. Rows are padded with zeros to rows of all parameters."""
+        places = self.space.places(block)
 
         def products(rows: Tensor) -> Tensor:
-            places = self.space.places(block)
             whole = rows.new_zeros(len(rows), self.space.size).index_copy(1, places, rows)
             return self.multiply(whole).index_select(1, places)
 
