@@ -302,7 +302,7 @@ class GaussNewton(NewtonCG):
                     change = group["change"] if solves == 1 else 1.0
                     return DenseRun(step, 1.0, damping / change, ratio, solves)
             damping *= _MORE
-        return DenseRun(w, 0.0, damping, ratio, _REFUSALS)
+        return DenseRun(torch.zeros_like(w), 0.0, damping, ratio, _REFUSALS)
 
 
 class DenseRun(NamedTuple):
