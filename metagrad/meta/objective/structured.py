@@ -130,7 +130,7 @@ def restored(value: Nested) -> Any:
 
 
 def call_on(function: Callable[..., Any], x: Nested) -> Any:
-    """Call ``function(**x)`` for a mapping, ``function(*x)`` for a tuple or list, and ``function(x)`` otherwise."""
+    """Call a function on the arguments in a value, see :func:`~metagrad.core.modules.called_on`."""
     return called_on(function, x.restored()) if isinstance(x, Structured) else function(x)
 
 
