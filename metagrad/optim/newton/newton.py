@@ -465,11 +465,8 @@ class NewtonCG(VectorOptimizer):
                 f"{type(self).__name__}.step: adapt=True looks at the loss at other parameters, for which it is "
                 "computed again. Call opt.step(closure), or set adapt=False."
             )
-        w, sign, matrix = (
-            flat(params.values()),
-            -1 if group["maximize"] else 1,
-            group.get("matrix", "hessian"),
-        )
+        w, sign = flat(params.values()), -1 if group["maximize"] else 1
+        matrix = group.get("matrix", "hessian")
         lr, decay = self._column("lr", params), self._column("weight_decay", params)
         passes = self._passes if self._curved is None else self._curved
         curvature = Curvature(params, passes, matrix, self._inverse_scale())
