@@ -337,9 +337,8 @@ class KFAC(CurvatureOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._calls: dict[str, list[LayerCall]] = {}
-        self._latest: dict[
-            str, tuple[LayerCall, int]
-        ] = {}  # the last call with a gradient, and its backward pass
+        # The last call of each layer with a gradient, and its backward pass.
+        self._latest: dict[str, tuple[LayerCall, int]] = {}
         self._pending: dict[str, tuple[LayerCall, Tensor]] = {}
         self._sums: dict[str, Sums] = {}
         self._draws = False
