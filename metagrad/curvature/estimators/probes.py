@@ -80,7 +80,7 @@ def sample_probes(
     place = generator.device if generator is not None else device
     rows = torch.empty(count, n, dtype=dtype, device=place)
     for row in rows:
-        _fill(row, distribution, generator)
+        fill(row, distribution, generator)
     return rows if device is None else rows.to(device)
 
 
@@ -106,13 +106,12 @@ def rows_in_chunk(call: str, chunk: Bytes, n: int, dtype: torch.dtype) -> int:
     return max(1, checked_bytes(call, "chunk", chunk) // max(1, n * dtype.itemsize))
 
 
-def _fill(row: Tensor, distribution: Distribution, generator: torch.Generator | None) -> None:
+def fill(row: Tensor, distribution: Distribution, generator: torch.Generator | None) -> Tensor:
+    """Draw the elements of a probe in place, and return it."""
     if distribution == "rademacher":
-        row.random_(0, 2, generator=generator).mul_(2).sub_(1)
-        return
+        return row.random_(0, 2, generator=generator).mul_(2).sub_(1)
     row.normal_(generator=generator)
-    if distribution == "sphere":
-        row.mul_(math.sqrt(row.numel()) / norm(row))
+    return row.mul_(math.sqrt(row.numel()) / norm(row)) if distribution == "sphere" else row
 
 
 class ProbeSampler:

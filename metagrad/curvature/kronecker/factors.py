@@ -191,15 +191,6 @@ def diagonalized(
     return {**block, "input_basis": basis.inputs, "output_basis": basis.outputs, "scaling": scaling}
 
 
-def eigen_direction(block: Block, gradient: Tensor, damping: float) -> Tensor:
-    r"""Multiply a gradient ``[outputs, inputs]`` with the inverse of a block with eigenvectors.
-
-    .. math:: D = Q_G \, \frac{Q_G^\top \, \nabla W \, Q_A}{S + \gamma} \, Q_A^\top
-    """
-    left, right = block["output_basis"], block["input_basis"]
-    return rotated(left, rotated(left.mT, gradient, right) / (block["scaling"] + damping), right.mT)
-
-
 class Eigenblock(NamedTuple):
     r"""The block :math:`(Q_L \otimes Q_R) \operatorname{diag}(S) (Q_L \otimes Q_R)^\top` of some parameters.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -33,38 +33,34 @@ def known_layers(call: str, model: nn.Module, own: Collection[Tensor]) -> dict[s
     Warns:
         UserWarning: Other modules have parameters. They are updated along the plain gradient.
     """
-    # Subclasses do not count as known layers, because they may compute anything.
-    layers: dict[str, Layer] = {
-        name: module  # type: ignore[misc]
-        for name, module in named_modules(model)
-        # A weight may be a plain tensor that is computed from parameters, as by ``nn.utils.weight_norm``.
-        if type(module) in KNOWN and isinstance(module.weight, nn.Parameter) and module.weight.requires_grad
-    }
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, module in named_modules(model):
         for p in module.parameters(recurse=False):
             owners[p].append(name)
-    for name, layer in list(layers.items()):
-        shared = [n for p in layer.parameters(recurse=False) for n in owners[p] if n != name]
-        if not shared and getattr(layer, "groups", 1) == 1:
-            continue
-        if not any(p in own for p in layer.parameters(recurse=False)):
-            del layers[name]
-        elif shared:
+    layers, others = dict[str, Any](), list[str]()
+    for name, module in named_modules(model):
+        params, kind = list(module.parameters(recurse=False)), type(module)
+        shared = [other for p in params for other in owners[p] if other != name]
+        num_groups = getattr(module, "groups", 1)
+        # Subclasses do not count as known layers, because they may compute anything. A weight may be a plain tensor
+        # that is computed from parameters, as by ``nn.utils.weight_norm``.
+        weight = module.weight if kind in KNOWN else None
+        is_known = isinstance(weight, nn.Parameter) and weight.requires_grad
+        if is_known and not shared and num_groups == 1:
+            layers[name] = module
+        elif is_known and any(p in own for p in params):
+            if shared:
+                raise ValueError(
+                    f"{call}: {name!r} shares a parameter with {shared}, and the factors of shared layers are not "
+                    "known. Give each a parameter of its own, or leave them out of params= and use another optimizer "
+                    "for them."
+                )
             raise ValueError(
-                f"{call}: {name!r} shares a parameter with {shared}, and the factors of shared layers are not known. "
-                "Give each a parameter of its own, or leave them out of params= and use another optimizer for them."
-            )
-        else:
-            raise ValueError(
-                f"{call}: {name!r} is a convolution of {layer.groups} groups, whose Fisher block is not a Kronecker "
+                f"{call}: {name!r} is a convolution of {num_groups} groups, whose Fisher block is not a Kronecker "
                 "product. Use groups=1, or leave it out of params= and give it to another optimizer."
             )
-    others = [
-        f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in named_modules(model)
-        if name not in layers and any(p.requires_grad and p in own for p in module.parameters(recurse=False))
-    ]
+        elif any(p.requires_grad and p in own for p in params):
+            others.append(f"{name or 'the model itself'} ({kind.__name__})")
     if others:
         warn(
             f"{call}: these modules are not Linear, Conv1d, Conv2d or Conv3d, and are moved along the plain "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -26,7 +27,6 @@ from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
 from metagrad.distributed.exchange import is_average
 from metagrad.optim.hyperparameters import check_hyperparameter
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, RuleOptimizer, as_number
-from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class WeightedLoss(NamedTuple):
@@ -118,22 +118,6 @@ def leaves_behind(loss: Tensor) -> list[Tensor]:
         return [loss]
     accumulates = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
     return [node.variable for node in graph_nodes([loss]) if isinstance(node, accumulates)]  # type: ignore[attr-defined]
-
-
-def accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to ``.grad`` as a backward pass does, without its graph."""
-    gradient = gradient.detach()
-    is_strided = gradient.layout == torch.strided and not isinstance(gradient, RowSparse)
-    if leaf.grad is None:
-        # .grad is a copy, because two leaves may share a tensor, and the graph may hold it.
-        leaf.grad = torch.empty_like(leaf).copy_(gradient) if is_strided else gradient.clone()
-    elif is_strided and leaf.grad.layout == torch.strided:
-        leaf.grad.add_(gradient)
-    else:  # torch adds a sparse tensor to a dense one, and not the other way round
-        leaf.grad = gradient + leaf.grad if is_strided else leaf.grad + gradient
-    hooks: dict[int, Any] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
-    for hook in (hooks or {}).values():
-        hook(leaf)
 
 
 class CurvatureOptimizer(RuleOptimizer):
@@ -329,8 +313,10 @@ class CurvatureOptimizer(RuleOptimizer):
             self._observe(BackwardPass(value, grads, losses, bool(retain_graph), weakref.ref(loss)))
         else:  # labels cannot be sampled from NaN, and the step is skipped
             self._losses = [*self._losses, *outputs]
-        for leaf, g in grads.items():
-            accumulate(leaf, g)
+        with torch.no_grad():
+            for leaf, g in grads.items():
+                accumulator: Any = get_gradient_edge(leaf).node  # adds to .grad as a backward pass does
+                accumulator(g.detach())
 
     def _observe(self, graph: BackwardPass) -> None:
         """Compute the curvature from a graph, and add it to the results since the last step."""
@@ -393,14 +379,7 @@ def generators_of(seed: int, step: int) -> Generators:
     So there is no state of a generator to save. A resumed run, a copy of an optimizer, and every micro-batch of one
     step draw the same probes.
     """
-    made: dict[torch.device, torch.Generator] = {}
-
-    def generator(device: torch.device) -> torch.Generator:
-        if device not in made:
-            made[device] = torch.Generator(device).manual_seed(entropy(seed, step))
-        return made[device]
-
-    return generator
+    return functools.cache(lambda device: torch.Generator(device).manual_seed(entropy(seed, step)))
 
 
 def label_gradients(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,85 +12,17 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.checks import warn
 from metagrad.core.tree import widened
+from metagrad.curvature.estimators.probes import Distribution, fill
 from metagrad.optim.second_order.curvature_optimizer import (
     BackwardPass,
     CurvatureOptimizer,
     Generators,
-    WeightedLoss,
     generators_of,
-    label_gradients,
 )
 from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
 from metagrad.optim.torch_optim.state import PendingUpdate
 from metagrad.sparse.tables.row_sparse import RowSparse
-
-
-def signs_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Sample -1 and 1 in the shape of a tensor."""
-    bits = torch.empty(tensor.shape, dtype=torch.int8, device=tensor.device).random_(
-        0, 2, generator=generator
-    )
-    return (2 * bits - 1).to(tensor.dtype)
-
-
-def hessian_diagonal(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    draw: Callable[[Tensor], Tensor],
-    samples: int,
-    *,
-    retain_graph: bool = True,
-) -> list[Tensor]:
-    r"""Estimate the diagonal of the Hessian by Hutchinson's probes, :math:`z \odot H z` with E[z z^T] = I.
-
-    Args:
-        params: The parameters.
-        grads: Gradient with respect to the parameters, with its graph.
-        draw: Function of a tensor that samples a probe in its shape.
-        samples: Number of probes, over which the estimate is averaged.
-        retain_graph: Keep the graph.
-
-    References:
-        Bekas, Kokiopoulou, Saad, "An estimator for the diagonal of a matrix", Applied Numerical Mathematics 57, 2007.
-    """
-    totals = [torch.zeros_like(widened(p)) for p in params]
-    for index in range(samples):
-        probes = [draw(g) for g in grads]
-        keep = retain_graph or index + 1 < samples
-        found = graph_vjp(grads, params, probes, retain_graph=keep)
-        for total, z, product in zip(totals, probes, found, strict=True):
-            if product is not None:
-                total += widened(z) * widened(product) / samples
-    return totals
-
-
-def gauss_newton_diagonal(
-    params: Sequence[Tensor],
-    losses: Sequence[WeightedLoss],
-    generator: Generators,
-    samples: int,
-    *,
-    retain_graph: bool = True,
-) -> list[Tensor]:
-    r"""Estimate the diagonal of the Gauss-Newton matrix by squared gradients for labels drawn from the model.
-
-    Args:
-        params: The parameters.
-        losses: The losses of known form.
-        generator: Function of a device to the generator of labels.
-        samples: Number of samples, over which the estimate is averaged.
-        retain_graph: Keep the graph.
-
-    References:
-        Liu et al., "Sophia", ICLR 2024, section 2.3; the identity is Bartlett's.
-    """
-    totals = [torch.zeros_like(widened(p)) for p in params]
-    for sign, found in label_gradients(losses, params, generator, samples, retain_graph=retain_graph):
-        for total, g in zip(totals, found, strict=True):
-            if g is not None:  # in float32: in float16 the squares of small numbers are zero
-                total += sign * widened(g).square() / samples
-    return totals
 
 
 class DiagonalOptimizer(CurvatureOptimizer):
@@ -102,25 +34,36 @@ class DiagonalOptimizer(CurvatureOptimizer):
     """
 
     counts = ("samples",)
+    distribution: ClassVar[Distribution] = "rademacher"
+    """The distribution of the probes."""
     _estimates: dict[Tensor, Tensor] | None = None
     """Estimates since the last step. None before a backward pass."""
-
-    def _draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        """Sample a probe of the Hessian."""
-        return signs_like(like, generator)
 
     def _diagonal(
         self, samples: int, params: Sequence[Tensor], graph: BackwardPass, generator: Generators
     ) -> list[Tensor]:
-        """Return the estimate for each parameter."""
+        r"""Estimate the diagonal of the Hessian by Hutchinson's probes, :math:`z \odot H z` with E[z z^T] = I.
+
+        Args:
+            samples: Number of probes, over which the estimate is averaged.
+            params: The parameters.
+            graph: The backward pass, with the graphs of its gradients.
+            generator: Function of a device to the generator of its probes.
+
+        References:
+            Bekas, Kokiopoulou, Saad, "An estimator for the diagonal of a matrix", Applied Numerical Mathematics 57,
+            2007.
+        """
         grads = [graph.grads[p] for p in params]
-        return hessian_diagonal(
-            params,
-            grads,
-            lambda like: self._draw(like, generator(like.device)),
-            samples,
-            retain_graph=graph.retain_graph,
-        )
+        totals = [torch.zeros_like(widened(p)) for p in params]
+        for index in range(samples):
+            probes = [fill(g.new_empty(g.shape), self.distribution, generator(g.device)) for g in grads]
+            keep = graph.retain_graph or index + 1 < samples
+            found = graph_vjp(grads, params, probes, retain_graph=keep)
+            for total, z, product in zip(totals, probes, found, strict=True):
+                if product is not None:
+                    total += widened(z) * widened(product) / samples
+        return totals
 
     def _moved(
         self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any

@@ -15,10 +15,10 @@ from metagrad.core.checks import check_choice, check_count, is_a, refuse
 from metagrad.core.tree import Params
 from metagrad.curvature.kronecker.factors import (
     NO_SUMS,
+    Eigenblock,
     Factors,
     Sums,
     diagonalized,
-    eigen_direction,
     scaling_of,
     updated,
 )
@@ -373,8 +373,7 @@ class KFAC(CurvatureOptimizer):
         is_scaled = hasattr(self, "found_inf")
         if is_scaled and not self._unscaled():
             return
-        everything = [p for group in self.param_groups for p in group["params"]]
-        params: Params = {self._names[p]: p for p in everything if p.grad is not None and p.numel()}
+        params: Params = {self._names[p]: p for p in self._places if p.grad is not None and p.numel()}
         for name, p in params.items():
             if isinstance(p.grad, RowSparse) or (p.grad is not None and p.grad.layout != torch.strided):
                 raise self._without_rows(name)
@@ -437,7 +436,9 @@ class KFAC(CurvatureOptimizer):
                 gradient = torch.cat([gradient, column.to(gradient.dtype).unsqueeze(1)], 1)
             gradient = gradient.to(block["inputs"].dtype)
             if "scaling" in block:
-                direction = eigen_direction(block, gradient, damping)
+                scaling = block["scaling"]
+                eigen = Eigenblock((name,), block["output_basis"], block["input_basis"], scaling)
+                direction = eigen.scaled([gradient.unsqueeze(0)], 1 / (scaling + damping))[0].squeeze(0)
             else:
                 direction = block["output_inverse"] @ gradient @ block["input_inverse"]
             directions[name] = direction[:, : p[0].numel()].reshape(p.shape).contiguous()

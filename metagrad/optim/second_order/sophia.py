@@ -8,8 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from metagrad.optim.second_order.curvature_optimizer import BackwardPass, Generators, options_of
-from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer, gauss_newton_diagonal
+from metagrad.core.tree import widened
+from metagrad.optim.second_order.curvature_optimizer import (
+    BackwardPass,
+    Generators,
+    label_gradients,
+    options_of,
+)
+from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
 
 
@@ -66,6 +72,7 @@ class SophiaH(DiagonalOptimizer):
     """
 
     counts = ("samples", "curvature_every")
+    distribution = "normal"
 
     def __init__(
         self,
@@ -83,9 +90,6 @@ class SophiaH(DiagonalOptimizer):
         seed: int | None = None,
     ) -> None:
         self._initialize(params, options_of(locals()))
-
-    def _draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        return like.new_empty(like.shape).normal_(generator=generator)
 
     def _moved(
         self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any
@@ -160,6 +164,21 @@ class SophiaG(SophiaH):
     def _diagonal(
         self, samples: int, params: Sequence[Tensor], graph: BackwardPass, generator: Generators
     ) -> list[Tensor]:
-        return gauss_newton_diagonal(
-            params, graph.losses, generator, samples, retain_graph=graph.retain_graph
-        )
+        r"""Estimate the diagonal of the Gauss-Newton matrix by squared gradients for labels drawn from the model.
+
+        Args:
+            samples: Number of samples, over which the estimate is averaged.
+            params: The parameters.
+            graph: The backward pass, with its losses of known form.
+            generator: Function of a device to the generator of its labels.
+
+        References:
+            Liu et al., "Sophia", ICLR 2024, section 2.3; the identity is Bartlett's.
+        """
+        totals = [torch.zeros_like(widened(p)) for p in params]
+        gradients = label_gradients(graph.losses, params, generator, samples, retain_graph=graph.retain_graph)
+        for sign, found in gradients:
+            for total, g in zip(totals, found, strict=True):
+                if g is not None:  # in float32: in float16 the squares of small numbers are zero
+                    total += sign * widened(g).square() / samples
+        return totals

@@ -6,14 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from metagrad.curvature.estimators.probes import fill
 from metagrad.curvature.likelihoods.recognition import evaluate
 from metagrad.optim import AdaHessian, SophiaG, SophiaH
-from metagrad.optim.second_order.curvature_optimizer import WeightedLoss
-from metagrad.optim.second_order.diagonal_optimizer import (
-    gauss_newton_diagonal,
-    hessian_diagonal,
-    signs_like,
-)
+from metagrad.optim.second_order.curvature_optimizer import BackwardPass, WeightedLoss
 from tests.draws import draw
 from tests.optim.torch_optim.cases import closure_of
 
@@ -116,11 +112,17 @@ def logits(w):
 
 
 def observed(weight=1.0):
-    """Return parameters, their differentiable gradient, and the loss of known form."""
+    """Return a parameter, and the backward pass of a loss of known form."""
     w = draw(2, 3).requires_grad_()
     value, known = evaluate(F.cross_entropy, logits(w), Y)
-    grads = torch.autograd.grad(value, [w], create_graph=True)
-    return [w], grads, [WeightedLoss(known, torch.tensor(weight, dtype=F64))]
+    (grad,) = torch.autograd.grad(value, [w], create_graph=True)
+    return w, BackwardPass(value, {w: grad}, [WeightedLoss(known, torch.tensor(weight, dtype=F64))], True)
+
+
+def estimate_of(make, w, graph, generator, samples=1):
+    """Return the estimate of the diagonal by an optimizer."""
+    (found,) = make([w])._diagonal(samples, [w], graph, lambda _: generator)
+    return found
 
 
 def dense_hessian():
@@ -135,16 +137,12 @@ def dense_gauss_newton():
 
 @pytest.mark.parametrize("kind", ["signs", "labels"])
 def test_estimates_converge_with_the_root_of_the_samples(kind):
-    params, grads, losses = observed()
     generator = torch.Generator().manual_seed(0)
     exact = (dense_gauss_newton() if kind == "labels" else dense_hessian()).diagonal()
+    make = SophiaG if kind == "labels" else AdaHessian
 
     def estimate(samples):
-        if kind == "labels":
-            (found,) = gauss_newton_diagonal(params, losses, lambda _: generator, samples)
-        else:
-            (found,) = hessian_diagonal(params, grads, lambda like: signs_like(like, generator), samples)
-        return found.flatten() - exact
+        return estimate_of(make, *observed(), generator, samples).flatten() - exact
 
     errors = [
         torch.stack([estimate(samples) for _ in range(repeats)]).square().mean().sqrt().log()
@@ -157,22 +155,19 @@ def test_estimates_converge_with_the_root_of_the_samples(kind):
 
 def test_the_gauss_newton_bartlett_estimate_is_the_papers():
     """Algorithm 2 of Sophia: B times the square of the mean gradient of the loss with drawn labels."""
-    params, _, losses = observed()
-    generator = torch.Generator().manual_seed(7)
-    (found,) = gauss_newton_diagonal(params, losses, lambda _: generator, 1)
-    probabilities = logits(params[0]).softmax(1).detach()
+    w, graph = observed()
+    found = estimate_of(SophiaG, w, graph, torch.Generator().manual_seed(7))
+    probabilities = logits(w).softmax(1).detach()
     labels = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(7)).flatten()
-    (g,) = torch.autograd.grad(F.cross_entropy(logits(params[0]), labels), params)
+    (g,) = torch.autograd.grad(F.cross_entropy(logits(w), labels), w)
     torch.testing.assert_close(found, 5 * g**2)
 
 
 def test_a_negative_weight_gives_a_negative_matrix():
-    found = []
-    for weight in (1.0, -2.0):
-        params, _, losses = observed(weight)
-        generator = torch.Generator().manual_seed(0)
-        found += gauss_newton_diagonal(params, losses, lambda _, g=generator: g, 1)
-    torch.testing.assert_close(found[1], -2 * found[0])
+    first, second = (
+        estimate_of(SophiaG, *observed(weight), torch.Generator().manual_seed(0)) for weight in (1.0, -2.0)
+    )
+    torch.testing.assert_close(second, -2 * first)
 
 
 def test_squares_of_small_gradients_of_float16():
@@ -182,16 +177,15 @@ def test_squares_of_small_gradients_of_float16():
         w = torch.zeros(1, dtype=torch.float16).to(dtype).requires_grad_()
         output = 1e-4 * w.expand(1, 2) * torch.tensor([1.0, -1.0], dtype=dtype)
         known = evaluate(F.cross_entropy, output, torch.tensor([0])).known
-        generator = torch.Generator().manual_seed(0)
-        losses = [WeightedLoss(known, w.new_ones(()))]
-        found += gauss_newton_diagonal([w], losses, lambda _, g=generator: g, 1)
+        graph = BackwardPass(w.sum(), {}, [WeightedLoss(known, w.new_ones(()))])
+        found.append(estimate_of(SophiaG, w, graph, torch.Generator().manual_seed(0)))
     torch.testing.assert_close(found[0].double(), found[1], rtol=2e-3, atol=0)
     assert found[0].item() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, F64])
 def test_signs_are_fair_and_independent(dtype):
-    drawn = signs_like(torch.empty(101, 33, dtype=dtype), torch.Generator().manual_seed(0))
+    drawn = fill(torch.empty(101, 33, dtype=dtype), "rademacher", torch.Generator().manual_seed(0))
     assert drawn.dtype == dtype
     assert set(drawn.unique().tolist()) == {-1.0, 1.0}
     rows = drawn.double()
