@@ -44,24 +44,15 @@ class Residuals(Gaussian):
     @property
     def are_few(self) -> bool:
         """Whether ``solver="auto"`` makes a dense system of the residuals."""
-        count, size = self.output.numel(), sum(p.numel() for p in self.moving.values())
+        count, size = self.output.numel(), sum(p.numel() for p in self.params.values() if p.requires_grad)
         largest = LARGEST_WHOLE if self.examples is None else LARGEST
         return min(count, size) <= largest and 8 * count * size <= MOST_BYTES
 
-    @property
-    def moving(self) -> Params:
-        """The parameters that require grad."""
-        return {name: p for name, p in self.params.items() if p.requires_grad}
-
     def columns(self, params: Params) -> Tensor:
         """Return the columns of the Jacobian for some parameters that require grad, ``[residuals, n]``."""
-        own = self.moving
         if self.examples is None:
-            rows = _rows_of_graph(self.output, own)
-        else:
-            rows = self.examples.rows(own, self.output.numel(), _CHUNK, self.params)
-        parts = dict(zip(own, rows.split([p.numel() for p in own.values()], 1), strict=True))
-        return torch.cat([parts[name] for name in params], 1)
+            return _rows_of_graph(self.output, params)
+        return self.examples.rows(params, self.output.numel(), _CHUNK, self.params)
 
     def at(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return the residuals at other values of some parameters, without a graph."""
@@ -91,11 +82,11 @@ class DenseSystem:
     :math:`J^\top J` squares the condition number of :math:`J`.
 
     Args:
-        terms: The residuals in a loss, each with the derivative of the loss with respect to their mean square.
+        losses: The residuals in a loss, each with the derivative of the loss with respect to their mean square.
         params: The parameters that are updated, by name.
         g: Gradient of the objective, ``[n]``.
         decay: Factor of the parameters' penalty.
-        moves: Whether each coordinate is updated, ``[n]``. None if all coordinates are updated.
+        moves: Whether each coordinate is updated, ``[n]``, or 0-d for all coordinates.
 
     Attributes:
         is_complete: True if the residuals are the whole objective.
@@ -104,19 +95,19 @@ class DenseSystem:
 
     def __init__(
         self,
-        terms: Sequence[tuple[Residuals, float]],
+        losses: Sequence[tuple[Residuals, Tensor]],
         params: Params,
         g: Tensor,
         decay: float,
-        moves: Tensor | None = None,
+        moves: Tensor,
     ) -> None:
         self._params, self._g, self._decay = params, g.double(), decay
-        self._residuals = [residuals for residuals, _ in terms]
-        self._roots = [_root(*term) for term in terms]
+        self._residuals = [residuals for residuals, _ in losses]
+        self._roots = [_root(*loss) for loss in losses]
         self.values = self._scaled([residuals.output.detach() for residuals in self._residuals])
         parts = [residuals.columns(params).double() for residuals in self._residuals]
         self.rows = torch.cat([root[:, None] * rows for root, rows in zip(self._roots, parts, strict=True)])
-        if moves is not None:
+        if moves.ndim:
             self.rows *= moves
         self.is_complete: bool = decay == 0 and self._has_all_of(g)
         self._is_by_rows = self.is_complete and len(self.rows) < self.rows.shape[1]
@@ -185,7 +176,7 @@ class DenseSystem:
         return bool(((self.rows.mT @ self.values - self._g).abs() <= rounding).all())
 
 
-def _root(residuals: Residuals, weight: float) -> Tensor:
+def _root(residuals: Residuals, weight: Tensor) -> Tensor:
     """Return the square root of the loss curvature for each residual, float64 ``[residuals]``."""
     curvature = residuals.hessian_product(torch.ones_like(residuals.output)).detach()
     return (weight * curvature.double()).sqrt().reshape(-1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,19 +15,9 @@ from metagrad.core.checks import check_choice, check_function, is_a
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.jacobian import Examples
 from metagrad.curvature.solvers.solution import Result
-from metagrad.optim.newton.dense import (
-    DenseSystem,
-    Residuals,
-    evaluated,
-)
-from metagrad.optim.newton.newton import (
-    LEAST_FACTOR,
-    MOST_FACTOR,
-    NewtonCG,
-    Objective,
-    Problem,
-)
-from metagrad.optim.second_order.curvature_optimizer import RecordedLoss
+from metagrad.optim.newton.dense import DenseSystem, Residuals, evaluated
+from metagrad.optim.newton.newton import LEAST_FACTOR, MOST_FACTOR, Descent, NewtonCG, Problem
+from metagrad.optim.second_order.curvature_optimizer import RecordedLoss, WeightedLoss
 from metagrad.optim.torch_optim.optimizer import ParameterGroups, ParamsWithGrad
 from metagrad.optim.torch_optim.state import PendingUpdate
 
@@ -206,7 +196,7 @@ class GaussNewton(NewtonCG):
         examples = Examples(call, fn, data) if data else None
         noted = self._noted
         # While a step looks for a length, the closure is called for its value.
-        needs_graph = not self._is_moving or noted is not None
+        needs_graph = self._closure is None or noted is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_graph):
             output: object = evaluated(fn, examples, params)
         if not is_a(output, Tensor) or not output.is_floating_point():
@@ -234,85 +224,62 @@ class GaussNewton(NewtonCG):
             raise ValueError(f'{call}: solver="dense" minimizes squares, so maximize must be False.')
 
     def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
-        problem = self._problem(work)
-        terms = self._terms(problem)
-        if terms is None:
-            yield from super()._updates(work)
-        else:
-            yield self._dense_update(problem, terms)
-
-    def _terms(self, problem: Problem) -> list[tuple[Residuals, float]] | None:
-        """Return the residuals of a dense system, or None for conjugate gradients."""
-        solver = self.param_groups[0]["solver"]
-        if solver == "cg":
-            return None
-        losses = [loss for one in self._passes or () for loss in one.losses]
-        residuals = [(known, float(weight)) for known, weight in losses if isinstance(known, Residuals)]
-        reason = self._without_dense(problem, residuals, len(losses))
+        problem, solver = self._problem(work), self.param_groups[0]["solver"]
+        losses = [loss for one in problem.passes for loss in one.losses]
+        reason = self._without_dense(problem, losses)
         if reason is not None and solver == "dense":
             raise ValueError(f'GaussNewton(solver="dense").step: {reason}, or set solver="auto".')
-        are_few = all(known.are_few for known, _ in residuals)
-        return residuals if reason is None and (are_few or solver == "dense") else None
+        if reason is not None or solver == "cg":
+            yield from super()._updates(work)
+        else:
+            yield self._dense_update(problem, losses)
 
-    def _without_dense(
-        self, problem: Problem, terms: list[tuple[Residuals, float]], num_losses: int
-    ) -> str | None:
+    def _without_dense(self, problem: Problem, losses: Sequence[WeightedLoss]) -> str | None:
         """Return why there is no dense system, and what to do."""
-        if not terms or len(terms) < num_losses:
+        known = [loss for loss, _ in losses if isinstance(loss, Residuals)]
+        if not known or len(known) < len(losses):
             return "the rows of a loss of known form are not known. Compute it by opt.residuals(fn, *data)"
-        if any(weight < 0 for _, weight in terms):
+        if any(float(weight) < 0 for _, weight in losses):
             return "a sum of squares has a negative weight. Make all weights positive"
-        if isinstance(problem.decay, Tensor) or isinstance(self._column("damping", problem.params), Tensor):
+        if problem.objective.decay.ndim or self._column("damping", problem.params).ndim:
             return "groups differ in damping or weight_decay. Give all groups the same"
         if self._curved is not None or hasattr(self, "found_inf") or self.param_groups[0]["maximize"]:
             return "curvature=, GradScaler and maximize need products. Leave them out"
+        if self.param_groups[0]["solver"] == "auto" and not all(residuals.are_few for residuals in known):
+            return "the Jacobian is large"
         return None
 
-    def _dense_update(self, problem: Problem, terms: list[tuple[Residuals, float]]) -> PendingUpdate:
+    def _dense_update(self, problem: Problem, losses: Sequence[Any]) -> PendingUpdate:
         """Factorize with more and more damping until a step descends."""
-        params, group, lr = problem.params, self.param_groups[0], problem.lr
+        params, group, objective = problem.params, self.param_groups[0], problem.objective
         factor, added, _ = self._resumed(params)
-        system = DenseSystem(
-            terms, params, problem.g, float(problem.decay), lr != 0 if isinstance(lr, Tensor) else None
-        )
-        objective, base = self._objective(problem), float(group["damping"])
+        base, w = float(group["damping"]), problem.w.double()
+        system = DenseSystem(losses, params, problem.g, float(objective.decay), objective.lr != 0)
+        descent = self._descent(problem)
         if system.is_complete:  # then the closure need not be called again
-            objective = Objective(system.loss(), system.loss, torch.finfo(problem.w.dtype).eps)
-        run = self._descended(problem, system, objective, base * factor + added)
-        factor, added = (run.damping / base, 0.0) if base else (1.0, run.damping)
-        factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
-        told = {"steps": run.solves, "products": 0, "ending": Result.CONVERGED.name, "ratio": run.ratio}
-        return self._change(problem, run.step, run.length, (factor, added), told)
-
-    def _descended(
-        self, problem: Problem, system: DenseSystem, objective: Objective, damping: float
-    ) -> DenseRun:
-        group, w, ratio = self.param_groups[0], problem.w.double(), math.nan
-        for solves in range(1, _REFUSALS + 1):
-            damping = max(damping, system.floor)
+            descent = Descent(system.loss(), system.loss, torch.finfo(problem.w.dtype).eps)
+        step, length, damping, ratio, solves = torch.zeros_like(w), 0.0, base * factor + added, math.nan, 0
+        while not length and solves < _REFUSALS:
+            damping, solves = max(damping, system.floor), solves + 1
             if system.factorize(damping):
-                d = system.direction()
-                a = system.acceleration(w, d) if group["geodesic"] else torch.zeros_like(d)
-                step = problem.lr * (d + a)
-                if not group["adapt"]:
-                    return DenseRun(step, 1.0, damping, ratio, solves)
-                ratio = objective.ratio(objective.evaluate(w + step), system.predicted(problem.lr * d))
-                if ratio > 0:
-                    # After a rejected step, less damping would be rejected again.
-                    change = group["change"] if solves == 1 else 1.0
-                    return DenseRun(step, 1.0, damping / change, ratio, solves)
-            damping *= _MORE
-        return DenseRun(torch.zeros_like(w), 0.0, damping, ratio, _REFUSALS)
+                step, predicted = self._dense_step(system, w, objective.lr)
+                if group["adapt"]:
+                    ratio = descent.ratio(descent.evaluate(w + step), predicted)
+                length = 0.0 if ratio <= 0 else 1.0
+            damping *= 1.0 if length else _MORE
+        if group["adapt"] and solves == 1:  # after a rejected step, less damping would be rejected again
+            damping /= group["change"]
+        factor, added = (damping / base, 0.0) if base else (1.0, damping)
+        factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
+        told = {"steps": solves, "products": 0, "ending": Result.CONVERGED.name, "ratio": ratio}
+        return self._change(problem, step, length, (factor, added), told)
 
-
-class DenseRun(NamedTuple):
-    """A dense step and the next damping."""
-
-    step: Tensor
-    length: float  # 0 if no damping made the step descend
-    damping: float  # of the next step
-    ratio: float  # ratio of the reductions of loss and model
-    solves: int
+    def _dense_step(self, system: DenseSystem, w: Tensor, lr: Tensor) -> tuple[Tensor, float]:
+        """Return the step of a factorized system, and the change that is predicted without its acceleration."""
+        d = system.direction()
+        is_accelerated = self.param_groups[0]["geodesic"]
+        step = d + system.acceleration(w, d) if is_accelerated else d
+        return lr * step, system.predicted(lr * d)
 
 
 @dataclass(frozen=True, eq=False)

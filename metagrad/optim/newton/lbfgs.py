@@ -15,7 +15,7 @@ from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import backward, linalg, to_list
 from metagrad.core.checks import check_choice, check_count
 from metagrad.core.tree import Params
-from metagrad.optim.newton.vector import VectorOptimizer, flat, loss_of_before, split
+from metagrad.optim.newton.vector import Objective, VectorOptimizer, flat, split
 from metagrad.optim.second_order.curvature_optimizer import LossRecorder, options_of
 from metagrad.optim.torch_optim.optimizer import ParameterGroups, ParamsWithGrad
 from metagrad.optim.torch_optim.state import PendingUpdate
@@ -177,10 +177,10 @@ class LBFGS(VectorOptimizer):
         1989; Nocedal, Wright, "Numerical optimization", 2006, section 7.2.
     """
 
+    counts = ("max_iter", "history_size")
     _value: float = math.nan  # of the loss at the start of a step
     _first: weakref.ref[Tensor] | None  # what the closure returned there
-    _lr: float | Tensor  # of the step in progress
-    _decay: float | Tensor
+    _evaluations: int  # of the closure in this step
     _last: dict[str, float | int] | None = None
 
     def __init__(
@@ -213,8 +213,7 @@ class LBFGS(VectorOptimizer):
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
         group, call = self.param_groups[index], f"{type(self).__name__}(params)"
-        for name in ("max_iter", "history_size", *["max_eval"] * (group["max_eval"] is not None)):
-            check_count(f"{call}, {name}", group[name])
+        check_count(f"{call}, max_eval", group["max_eval"], optional=True)
         check_choice(f"{call}: line_search_fn", group["line_search_fn"], (None, "strong_wolfe"))
 
     def _is_curvature_due(self) -> bool:
@@ -250,72 +249,63 @@ class LBFGS(VectorOptimizer):
                 f"{type(self).__name__}.step: line_search_fn={group['line_search_fn']!r} looks at the loss at other "
                 "parameters, for which it is computed again. Call opt.step(closure), or set line_search_fn=None."
             )
-        self._lr, self._decay = self._column("lr", params), self._column("weight_decay", params)
-        value = math.nan if self._closure is None else self._value
-        at = self._place(params, flat(params.values()), value, flat(work.grads.values()))
-        step, history, last = self._resumed(params, at.w)
+        objective, w = self._objective(params), flat(params.values())
+        value = math.nan if self._closure is None else objective.value(self._value, w)
+        at = Place(w, value, objective.gradient(flat(work.grads.values()), w))
+        step, history, last = self._resumed(params, w)
         limit = 1 if self._closure is None else group["max_iter"]
         most = group["max_eval"] or max(limit * 5 // 4, 25)
-        count, evaluations, length = 0, 1, 0.0
-        while count < limit and evaluations < most and _largest(at.g) > group["tolerance_grad"]:
-            begun = at
+        count, length, self._evaluations = 0, 0.0, 1
+        while count < limit and self._evaluations < most and _largest(at.g) > group["tolerance_grad"]:
             if last is not None:
-                history.add(at.w - last[0], at.g - last[1], most=group["history_size"])
-            last, count = (at.w, at.g), count + 1
-            d = self._scaled(history.direction(at.g), self._lr, at.g)
+                history.add(at.w - last.w, at.g - last.g, most=group["history_size"])
+            last, count = at, count + 1
+            d = objective.scaled(history.direction(at.g), at.g)
             if group["line_search_fn"] is None:
                 taken, at = 1.0, Place(at.w + d, math.nan, at.g)
             else:
-                taken, at, spent = self._searched(params, at, d, most - evaluations)
-                evaluations += spent
+                taken, at = self._searched(params, objective, at, d, most - self._evaluations)
             length = taken or length
             change = taken * _largest(d)
-            if count == limit or not math.isfinite(change) or torch.equal(begun.w, at.w):
+            if count == limit or not math.isfinite(change) or torch.equal(last.w, at.w):
                 break
             if group["line_search_fn"] is None:
-                at, evaluations = self._evaluated_at(params, at.w), evaluations + 1
+                at = self._evaluated_at(params, objective, at.w)
             tolerance = group["tolerance_change"]
-            if change <= tolerance or abs(at.value - begun.value) < tolerance:
+            if change <= tolerance or abs(at.value - last.value) < tolerance:
                 break
-        self._last = {"iterations": count, "evaluations": evaluations, "length": length}
+        self._last = {"iterations": count, "evaluations": self._evaluations, "length": length}
         if last is not None:
             yield self._change(params, at.w if length else None, step + count, last, history)
 
-    def _searched(self, params: Params, at: Place, d: Tensor, most: int) -> tuple[float, Place, int]:
-        """Return the length, the final point and the number of evaluations of a line search."""
+    def _searched(
+        self, params: Params, objective: Objective, at: Place, d: Tensor, most: int
+    ) -> tuple[float, Place]:
+        """Return the length and the final point of a line search."""
         group, start = self.param_groups[0], Point(0.0, at.value, at.g.dot(d).item())
         if not (start.is_finite and start.slope < 0 and start.slope <= -group["tolerance_change"]):
-            return 0.0, at, 0
+            return 0.0, at
         places = {0.0: at}
 
         def along(length: float) -> Point:
-            place = places[length] = self._evaluated_at(params, at.w.add(d, alpha=length))
+            place = places[length] = self._evaluated_at(params, objective, at.w.add(d, alpha=length))
             return Point(length, place.value, place.g.dot(d).item())
 
         slack = 10 * torch.finfo(d.dtype).eps * abs(at.value)
         shortest = group["tolerance_change"] / _largest(d)
         end = strong_wolfe(along, start, slack=slack, shortest=shortest, max_eval=most)
-        return end.length, places[end.length], len(places) - 1
+        return end.length, places[end.length]
 
-    def _evaluated_at(self, params: Params, w: Tensor) -> Place:
+    def _evaluated_at(self, params: Params, objective: Objective, w: Tensor) -> Place:
+        self._evaluations += 1
         with self._elsewhere(params, w) as closure:
             value = self._loss_of(result := closure())
             if self._first is not None and self._first() is result:
-                raise loss_of_before(type(self).__name__)
+                raise self._loss_of_before()
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params.values()]
-        return self._place(params, w, value, flat(grads))
+        return Place(w, objective.value(value, w), objective.gradient(flat(grads), w))
 
-    def _place(self, params: Params, w: Tensor, value: float, g: Tensor) -> Place:
-        if self.param_groups[0]["maximize"]:
-            value, g = -value, -g
-        decay, lr = self._decay, self._lr
-        if isinstance(decay, Tensor) or decay:
-            value, g = value + float(w.dot(decay * w)) / 2, g + decay * w
-        if isinstance(lr, Tensor):  # parameters with the learning rate 0 stay
-            g = torch.where(lr != 0, g, 0.0)
-        return Place(w, value, g)
-
-    def _resumed(self, params: Params, w: Tensor) -> tuple[int, History, tuple[Tensor, Tensor] | None]:
+    def _resumed(self, params: Params, w: Tensor) -> tuple[int, History, Place | None]:
         """Return the number of iterations, the pairs, and the last position with its gradient, from earlier steps."""
         first = self._shared_states(params)[0]
         if first.get("place", w[:0]).shape != w.shape:
@@ -323,15 +313,15 @@ class LBFGS(VectorOptimizer):
         known: History | None = self.__dict__.get("_history")
         if known is None or known.moves is not first["moves"]:
             known = History(first["moves"], first["changes"], first["products"])
-        return first["step"], known, (first["place"], first["gradient"])
+        return first["step"], known, Place(first["place"], math.nan, first["gradient"])
 
     def _change(
-        self, params: Params, w: Tensor | None, step: int, last: tuple[Tensor, Tensor], history: History
+        self, params: Params, w: Tensor | None, step: int, last: Place, history: History
     ) -> PendingUpdate:
         """Return the update that a step writes. The vectors are stored with the first parameter."""
         states: dict[str, dict[str, Any]] = {key: {"step": step} for key in params}
         pairs = {"moves": history.moves, "changes": history.changes, "products": history.products}
-        next(iter(states.values())).update(place=last[0], gradient=last[1], **pairs)
+        next(iter(states.values())).update(place=last.w, gradient=last.g, **pairs)
         self._history = history
         # If the gradient at the start is not finite, neither are the new parameters, and no pair is added.
         implied = ("place", "gradient", *pairs)

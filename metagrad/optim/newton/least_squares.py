@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -82,8 +82,49 @@ class _Point(NamedTuple):
     gradient: float
 
 
-class _Ended(Exception):  # noqa: N818
-    """Ends a step before it moves the parameters."""
+class _Fit(GaussNewton):
+    """Gauss-Newton steps that end before a step if the last one met a tolerance."""
+
+    limits: tuple[float, float, float, int]  # ftol, xtol, gtol and max_steps
+    point: _Point | None = None
+    products = 0
+    result: LeastSquaresResult | None = None
+
+    def _move(self) -> None:
+        params = self._all_params()
+        slopes = flat([params[0].new_zeros(1), *(p.grad for p in params if p.grad is not None)]).abs()
+        loss = float(sum(one.value for one in self._passes or ()))
+        before, self.point = self.point, _Point(flat(params), loss, float(slopes.max()))
+        self.result = self._ending(before, self.point)
+        if self.result is None:
+            super()._move()
+            self.products += self.stats.get("products", 0)
+        if self.stats["skipped"]:
+            self.result = LeastSquaresResult.NON_FINITE
+
+    def _ending(self, before: _Point | None, now: _Point) -> LeastSquaresResult | None:
+        """Return how a fit ends before a step, or None if it continues. The conditions are the same as in SciPy."""
+        ftol, xtol, gtol, max_steps = self.limits
+        if not math.isfinite(now.loss + now.gradient):
+            return LeastSquaresResult.NON_FINITE
+        if now.gradient <= gtol:
+            return LeastSquaresResult.GRADIENT
+        if before is None:
+            return None
+        if self.stats["length"] == 0:
+            return LeastSquaresResult.NO_DESCENT
+        eps = torch.finfo(now.at.dtype).eps
+        agrees = not self.stats["ratio"] <= _AGREES
+        if agrees and before.loss - now.loss < max(ftol, eps) * before.loss:
+            return LeastSquaresResult.LOSS
+        xtol = max(xtol, eps)
+        size, moved = (float(linalg.vector_norm(v)) for v in (now.at, now.at - before.at))
+        if agrees and moved < xtol * (xtol + size):
+            return LeastSquaresResult.STEP
+        return LeastSquaresResult.MAX_STEPS if self.param_groups[0]["step"] == max_steps else None
+
+
+_Fit.__name__ = "least_squares"  # in errors
 
 
 def least_squares(
@@ -154,44 +195,26 @@ def least_squares(
     given = {"params": params} if isinstance(params, Tensor) else params
     variables = {key: p.detach().clone().requires_grad_() for key, p in given.items()}
     settings: dict[str, Any] = {"progress": None, "nonfinite": "skip", **options}
-    opt = GaussNewton(list(variables.items()), **settings)
+    opt = _Fit(list(variables.items()), **settings)
     terms = _terms(residual_fn, is_tensor=isinstance(params, Tensor))
-    points: list[_Point] = []  # of the last two steps
-    products, step, is_new = 0, 0, True
-    result = LeastSquaresResult.MAX_STEPS
+    opt.limits = ftol, xtol, gtol, max_steps
 
     def closure() -> Tensor:
-        nonlocal result, is_new
         opt.zero_grad()
         parts = [opt.residuals(fn, *data, reduction="sum") for fn, *data in terms]
         value = torch.stack(parts).sum() / 2
         backward(value)
-        if is_new:  # the first call of a step, at the parameters of the step before
-            is_new = False
-            at = flat(p.detach() for p in variables.values())
-            slopes = flat(torch.zeros_like(p) if p.grad is None else p.grad for p in variables.values()).abs()
-            gradient = float(slopes.max()) if slopes.numel() else 0.0
-            points[:] = [*points[-1:], _Point(at, float(value.detach()), gradient)]
-            found = _ending(opt.stats, points, ftol, xtol, gtol)
-            if found is not None or step == max_steps:
-                result = found or LeastSquaresResult.MAX_STEPS
-                raise _Ended
         return value
 
-    with contextlib.suppress(_Ended):
-        while True:
-            is_new = True
-            opt.step(closure)
-            if opt.stats["skipped"]:
-                result = LeastSquaresResult.NON_FINITE
-                break
-            products, step = products + int(opt.stats["products"]), step + 1
-    _, loss, gradient = points[-1]
-    if throw and not result.is_success:
-        raise SolveError(f"least_squares, after {step} steps at a loss of {loss:.3g}: {result.value}")
+    while opt.result is None:
+        opt.step(closure)
+    assert opt.point is not None
+    steps, (_, loss, gradient) = opt.param_groups[0]["step"], opt.point
+    if throw and not opt.result.is_success:
+        raise SolveError(f"least_squares, after {steps} steps at a loss of {loss:.3g}: {opt.result.value}")
     values = {key: p.detach() for key, p in variables.items()}
     value = cast(P, values["params"] if isinstance(params, Tensor) else values)
-    return LeastSquares(value, result, loss, gradient, step, products)
+    return LeastSquares(value, opt.result, loss, gradient, steps, opt.products)
 
 
 def _terms(residual_fn: Any, *, is_tensor: bool) -> list[tuple[Any, ...]]:
@@ -210,27 +233,3 @@ def _terms(residual_fn: Any, *, is_tensor: bool) -> list[tuple[Any, ...]]:
         return of_tensor if is_tensor else fn
 
     return [(by_name(fn), *data) for fn, *data in given]
-
-
-def _ending(
-    stats: dict[str, Any], points: list[_Point], ftol: float, xtol: float, gtol: float
-) -> LeastSquaresResult | None:
-    """Return how a fit ends after a step, or None if it continues. The conditions are the same as in SciPy."""
-    at, loss, gradient = points[-1]
-    if not torch.tensor([loss, gradient]).isfinite().all():
-        return LeastSquaresResult.NON_FINITE
-    if gradient <= gtol:
-        return LeastSquaresResult.GRADIENT
-    if len(points) == 1:
-        return None
-    if stats["length"] == 0:
-        return LeastSquaresResult.NO_DESCENT
-    old, old_loss, _ = points[0]
-    eps = torch.finfo(at.dtype).eps
-    agrees = not stats["ratio"] <= _AGREES
-    if agrees and old_loss - loss < max(ftol, eps) * old_loss:
-        return LeastSquaresResult.LOSS
-    xtol = max(xtol, eps)
-    if agrees and float(linalg.vector_norm(at - old)) < xtol * (xtol + float(linalg.vector_norm(at))):
-        return LeastSquaresResult.STEP
-    return None

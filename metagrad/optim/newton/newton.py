@@ -13,19 +13,14 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import linalg
+from metagrad.core.checks import check_number, check_positive
 from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import HALF, Params, widened
 from metagrad.curvature.operators.ggn import flattened
 from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.iteration import RESULTS, Start
+from metagrad.curvature.solvers.iteration import RESULTS, Run, Start
 from metagrad.curvature.solvers.solution import Result
-from metagrad.optim.newton.vector import (
-    VectorOptimizer,
-    flat,
-    loss_of_before,
-    split,
-    without_gradients,
-)
+from metagrad.optim.newton.vector import Objective, VectorOptimizer, flat, split, without_gradients
 from metagrad.optim.second_order.curvature_optimizer import (
     BackwardPass,
     LossRecorder,
@@ -52,55 +47,46 @@ class Curvature:
         params: Parameters by name.
         passes: The losses.
         matrix: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
-        scale: Inverse of the scale of a GradScaler.
+        scale: Factor of the matrix.
     """
 
     def __init__(
         self, params: Params, passes: Sequence[BackwardPass], matrix: str, scale: float = 1.0
     ) -> None:
         self._params, self._passes, self._matrix, self._scale = params, passes, matrix, scale
-        self._is_half = any(p.dtype in HALF for p in params.values())
+        self._losses = [loss for one in passes for loss in one.losses]
 
     @cached_property
-    def _parts(self) -> list[tuple[Recorded, WeightedLoss | None]]:
-        inputs = {
-            key: p if p.requires_grad else p.detach().requires_grad_() for key, p in self._params.items()
-        }
+    def _recorded(self) -> Recorded:
+        params = self._params.values()
+        inputs = [p if p.requires_grad else p.detach().requires_grad_() for p in params]
+        outputs = [loss.loss.output for loss in self._losses]
         if self._matrix == "hessian":
-            parts = [
-                [one.grads.get(p, torch.zeros_like(p)) for p in self._params.values()] for one in self._passes
-            ]
-            return [(Recorded("opt.step", grads, inputs), None) for grads in parts]
-        losses = [loss for one in self._passes for loss in one.losses]
-        return [(Recorded("opt.step", [loss.loss.output], inputs), loss) for loss in losses]
+            outputs = [one.grads.get(p, torch.zeros_like(p)) for one in self._passes for p in params]
+        return Recorded("opt.step", outputs, dict(zip(self._params, inputs, strict=True)))
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Multiply a vector. In half precision it is scaled to size one, so that nothing underflows or overflows."""
-        size = v.abs().amax() if self._is_half else None
-        if size is not None:
-            v = v / torch.where(size == 0, 1, size)
-        products = [widened(self._product(recorded, loss, v)) for recorded, loss in self._parts]
-        found = self._scale * sum(products[1:], products[0]) if products else torch.zeros_like(v)
-        return found if size is None else size * found
+        if not any(p.dtype in HALF for p in self._params.values()):
+            return self._scale * self._product(v)
+        size = v.abs().amax()
+        return self._scale * size * widened(self._product(v / torch.where(size == 0, 1, size)))
 
-    def _product(self, recorded: Recorded, loss: WeightedLoss | None, v: Tensor) -> Tensor:
-        if loss is None:
-            return recorded.pull(v)
+    def _product(self, v: Tensor) -> Tensor:
+        if self._matrix == "hessian":
+            return self._recorded.pull(v.repeat(len(self._passes)))
+        if not self._losses:
+            return torch.zeros_like(v)
+        images = self._recorded.push(v).split_with_sizes([loss.loss.output.numel() for loss in self._losses])
+        products = [self._of_output(*pair) for pair in zip(self._losses, images, strict=True)]
+        return self._recorded.pull(torch.cat(products))
+
+    def _of_output(self, loss: WeightedLoss, v: Tensor) -> Tensor:
+        """Multiply a vector by the matrix of the output of one loss."""
         known, is_ggn = loss.loss, self._matrix == "ggn"
         matrix = flattened(known.hessian_product if is_ggn else known.fisher_product, known.output)
         # Maximizing a log-likelihood uses the same Fisher matrix, with a positive sign.
-        weight = loss.weight if is_ggn else loss.weight.abs()
-        return recorded.pull(weight * matrix(recorded.push(v)))
-
-
-class Solved(NamedTuple):
-    """The result of conjugate gradients."""
-
-    x: Tensor
-    model: float  # x^T A x / 2 - b^T x
-    steps: int
-    result: Result
-    products: int
+        return (loss.weight if is_ggn else loss.weight.abs()) * matrix(v)
 
 
 def conjugate_gradients(
@@ -111,7 +97,7 @@ def conjugate_gradients(
     rtol: float = 1e-10,
     progress: float | None = None,
     max_steps: int = 250,
-) -> Solved:
+) -> Run:
     r"""Minimize :math:`\phi(x) = x^\top A x / 2 - b^\top x` by conjugate gradients.
 
     The iteration ends at a residual of ``rtol`` times the norm of ``b``, by Martens' rule, or at a direction
@@ -127,11 +113,14 @@ def conjugate_gradients(
             :math:`k = \max(10, i / 10)` steps. None disables this rule.
         max_steps: Maximum number of steps.
 
+    Returns:
+        The run of one row.
+
     Example:
         >>> from metagrad.optim.newton.newton import conjugate_gradients
         >>> found = conjugate_gradients(lambda v: v * torch.tensor([1.0, 4.0]), torch.tensor([2.0, 4.0]))
-        >>> found.x.round(decimals=4), round(found.model, 4)
-        (tensor([2., 1.]), -4.0)
+        >>> found.x.round(decimals=4), int(found.steps)
+        (tensor([[2., 1.]]), 2)
 
     References:
         Hestenes, Stiefel, J. Res. NBS 49, 1952; Martens, "Deep learning via Hessian-free optimization", ICML 2010,
@@ -150,35 +139,22 @@ def conjugate_gradients(
         tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * linalg.vector_norm(b).reshape(1),
         max_steps=max_steps,
     )
-    x = run.x[0]
-    model = -0.5 * float(x.dot(b + run.residual[0]))
-    return Solved(x, model, int(run.steps), RESULTS[int(run.status)], spent + run.matvecs)
+    return run._replace(matvecs=run.matvecs + spent)
 
 
 class Problem(NamedTuple):
-    """The objective of a step: the signed loss and penalty, as a function of the updated parameters."""
+    """The system of a step."""
 
     params: Params
-    w: Tensor
-    g: Tensor  # the gradient
+    passes: Sequence[BackwardPass]  # of all the data
+    objective: Objective
     curvature: Curvature
-    lr: float | Tensor  # a vector if groups differ, like decay
-    decay: float | Tensor
-    sign: int  # -1 if the loss is maximized
-    sign_of_matrix: int
+    w: Tensor
+    g: Tensor  # the gradient of the objective
 
     def multiply(self, v: Tensor) -> Tensor:
         """Multiply a vector with the matrix."""
-        return self.restricted(self.sign_of_matrix * (self.curvature @ v) + self.decay * v)
-
-    def restricted(self, v: Tensor) -> Tensor:
-        """Return a vector with zeros for the parameters whose step size is 0."""
-        return torch.where(self.lr != 0, v, 0.0) if isinstance(self.lr, Tensor) else v
-
-    def penalized(self, value: float, w: Tensor) -> float:
-        """Return the objective of a loss at parameters."""
-        has_penalty = isinstance(self.decay, Tensor) or self.decay
-        return self.sign * value + (float(w.dot(self.decay * w)) / 2 if has_penalty else 0.0)
+        return self.objective.moving(self.curvature @ v + self.objective.decay * v)
 
 
 class Step(NamedTuple):
@@ -189,8 +165,8 @@ class Step(NamedTuple):
     curved: float  # d^T B d
 
 
-class Objective:
-    """The loss of a step with its penalty, to be minimized: at its start, and along a direction.
+class Descent:
+    """The objective of a step at its start, and along a direction.
 
     Args:
         before: The value at the start of the step.
@@ -271,8 +247,6 @@ class NewtonCG(VectorOptimizer):
         maximize: Maximize the loss: negate the gradient.
         nonfinite: Reaction if the loss, a gradient or the curvature is NaN or infinite. ``"raise"`` raises an
             error. ``"skip"`` leaves the step out and counts it in ``opt.stats``. Parameters and state do not change.
-        seed: Seed of the random numbers, which also depend on the number of the step. None means
-            ``torch.initial_seed()``.
 
     Raises:
         ValueError: A hyperparameter is out of its range, or parameters differ in dtype or device.
@@ -298,15 +272,15 @@ class NewtonCG(VectorOptimizer):
 
     own_to_groups = ("lr", "weight_decay", "damping")
     counts = ("max_steps",)
+    fractions = ("rtol",)
     whole: ClassVar[str] = "newton"
     """Name of the direction of a regular step, in ``stats``."""
     _curvature_closure: Callable[[], Any] | None = None
-    _is_moving = False
     _more: Mapping[str, Any] = {}  # options of a subclass
-    _found: (
-        tuple[tuple[float, float], dict[str, Any]] | None
-    )  # factor and addend of the damping, and stats of this step
-    _last: tuple[tuple[float, float], dict[str, Any]] | None = None
+    _found: dict[str, Any] | None = (
+        None  # stats of the step in progress, with factor and addend of the damping
+    )
+    _last: dict[str, Any] | None = None  # of the last step that was written
 
     def __init__(
         self,
@@ -323,7 +297,6 @@ class NewtonCG(VectorOptimizer):
         change: float = 1.5,
         maximize: bool = False,
         nonfinite: Literal["raise", "skip"] = "raise",
-        seed: int | None = None,
     ) -> None:
         self._initialize(params, {**options_of(locals()), **self._more})
 
@@ -341,9 +314,9 @@ class NewtonCG(VectorOptimizer):
         """
         if self._last is None:
             return super().stats
-        (factor, added), told = self._last
+        factor, added = self._last["damping"]
         damping = float(as_number(self.param_groups[0]["damping"])) * factor + added
-        return {**told, "damping": damping, **super().stats}
+        return {**self._last, "damping": damping, **super().stats}
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, curvature: Callable[[], Any] | None = None
@@ -372,41 +345,26 @@ class NewtonCG(VectorOptimizer):
         finally:
             self._curvature_closure = None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and forget the curvature taken with them."""
-        if not self._is_moving:  # otherwise a closure is called again, and its gradients are restored
-            super().zero_grad(set_to_none)
-
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
         group, call = self.param_groups[index], f"{type(self).__name__}(params)"
-        if not 0 < group["rtol"] < 1:
-            raise ValueError(f"{call}: rtol must be between 0 and 1, got {group['rtol']}.")
-        if group["progress"] is not None and not group["progress"] > 0:
-            raise ValueError(f"{call}: progress must be above 0, or None, got {group['progress']}.")
-        if not group["change"] > 1:
-            raise ValueError(f"{call}: change must be above 1, got {group['change']}.")
+        check_positive(f"{call}: progress", as_number(group["progress"]), optional=True)
+        check_number(f"{call}: change", as_number(group["change"]), 1)
 
     def _evaluated(self, closure: Callable[..., Any]) -> Any:
         result = super()._evaluated(closure)
-        if self._curvature_closure is not None:
-            self._curved = self._passes_of(self._curvature_closure)
+        if self._curvature_closure is None:
+            return result
+        passes, self._passes = self._passes, None
+        with without_gradients(self._all_params()), own_buffers(self._modules):
+            super()._evaluated(self._curvature_closure)
+        if self._passes is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: the closure that the curvature is taken of calls no backward. "
+                "Call loss.backward() in it, as in the closure of all data."
+            )
+        self._curved, self._passes = self._passes, passes
         return result
-
-    def _passes_of(self, closure: Callable[[], Any]) -> list[BackwardPass]:
-        """Return the backward passes of a closure for a part of the data, without other effects of the closure."""
-        kept, self._passes, self._is_moving = self._passes, None, True
-        try:
-            with without_gradients(self._all_params()), own_buffers(self._modules):
-                super()._evaluated(closure)
-                if self._passes is None:
-                    raise RuntimeError(
-                        f"{type(self).__name__}.step: the closure that the curvature is taken of calls no backward. "
-                        "Call loss.backward() in it, as in the closure of all data."
-                    )
-                return self._passes
-        finally:
-            self._passes, self._is_moving = kept, False
 
     def _observe(self, graph: BackwardPass) -> None:
         before, params = self._passes or [], self._all_params()
@@ -420,11 +378,8 @@ class NewtonCG(VectorOptimizer):
         self._curved: list[BackwardPass] | None = None
 
     def _move(self) -> None:
-        self._is_moving, self._found, before = True, None, self.param_groups[0]["step"]
-        try:
-            super()._move()
-        finally:
-            self._is_moving = False
+        before = self.param_groups[0]["step"]
+        super()._move()
         if self.param_groups[0]["step"] > before:
             self._last = self._found
 
@@ -442,17 +397,17 @@ class NewtonCG(VectorOptimizer):
         step = self._step(problem, run, damping)
         length, ratio = 1.0, math.nan
         if group["adapt"]:
-            objective = self._objective(problem)
-            after = objective.evaluate(problem.w + step.d)
-            ratio = objective.ratio(after, step.slope + step.curved / 2)
+            descent = self._descent(problem)
+            after = descent.evaluate(problem.w + step.d)
+            ratio = descent.ratio(after, step.slope + step.curved / 2)
             factor, added = self._adapted(factor, added, damping, ratio, step)
-            length = objective.searched(problem.w, step, after)
-        products = run.products + isinstance(problem.lr, Tensor)  # one product belongs to the step
-        told = {"steps": run.steps, "products": products, "ending": run.result.name, "ratio": ratio}
+            length = descent.searched(problem.w, step, after)
+        result, products = RESULTS[int(run.status)], run.matvecs + problem.objective.lr.ndim
+        told = {"steps": int(run.steps), "products": products, "ending": result.name, "ratio": ratio}
         change = self._change(problem, step.d, length, (factor, added), told)
-        for key, part in split(run.x, params).items() if group["warm_start"] else ():
+        for key, part in split(run.x[0], params).items() if group["warm_start"] else ():
             change.states[key]["solution"] = part
-        is_finite = run.result is not Result.NON_FINITE and math.isfinite(step.curved)
+        is_finite = result is not Result.NON_FINITE and math.isfinite(step.curved)
         used = {"the curvature": run.x.new_tensor(0.0 if is_finite else math.nan)}
         yield dataclasses.replace(change, used=used)
 
@@ -465,26 +420,26 @@ class NewtonCG(VectorOptimizer):
                 f"{type(self).__name__}.step: adapt=True looks at the loss at other parameters, for which it is "
                 "computed again. Call opt.step(closure), or set adapt=False."
             )
-        w, sign = flat(params.values()), -1 if group["maximize"] else 1
-        matrix = group.get("matrix", "hessian")
-        lr, decay = self._column("lr", params), self._column("weight_decay", params)
-        passes = self._passes if self._curved is None else self._curved
-        curvature = Curvature(params, passes, matrix, self._inverse_scale())
+        objective, matrix = self._objective(params), group.get("matrix", "hessian")
         # The Fisher matrix is a metric, so ``maximize`` does not change its sign.
-        problem = Problem(params, w, w, curvature, lr, decay, sign, 1 if matrix == "fisher" else sign)
-        return problem._replace(g=problem.restricted(sign * flat(work.grads.values()) + decay * w))
+        sign = 1 if matrix == "fisher" else objective.sign
+        passes = self._passes if self._curved is None else self._curved
+        curvature = Curvature(params, passes, matrix, sign * self._inverse_scale())
+        w = flat(params.values())
+        return Problem(
+            params, self._passes, objective, curvature, w, objective.gradient(flat(work.grads.values()), w)
+        )
 
-    def _step(self, problem: Problem, run: Solved, damping: float | Tensor) -> Step:
+    def _step(self, problem: Problem, run: Run, damping: Tensor) -> Step:
         """Return the step along a solution, with the sign that descends."""
-        x, lr, g = run.x, problem.lr, problem.g
-        slope = float(g.dot(x))
-        # With negative curvature an iterate may climb at first. Its opposite has the same model and descends.
-        d = self._scaled(-x if slope > 0 else x, lr, g)
-        if isinstance(lr, Tensor):
-            curved = float(d.dot(problem.multiply(d)))
-        else:
-            curved = lr**2 * (2 * (run.model - slope) - float(x.dot(damping * x)))
-        return Step(d, float(g.dot(d)), curved)
+        x, g, lr = run.x[0], problem.g, problem.objective.lr
+        image = -g - run.residual[0] - damping * x  # the product of the matrix and x
+        if float(g.dot(x)) > 0:
+            # With negative curvature an iterate may climb at first. Its opposite has the same model and descends.
+            x, image = -x, -image
+        d = problem.objective.scaled(x, g)
+        image = problem.multiply(d) if lr.ndim else lr * image
+        return Step(d, float(g.dot(d)), float(d.dot(image)))
 
     def _resumed(self, params: Params) -> tuple[float, float, Tensor | None]:
         """Return the factor and addend of the damping, and the last solution."""
@@ -497,36 +452,33 @@ class NewtonCG(VectorOptimizer):
         self, problem: Problem, d: Tensor, length: float, damping: tuple[float, float], told: dict[str, Any]
     ) -> PendingUpdate:
         """Return the update that a step writes, with the factor and addend of the next damping."""
-        params, lr = problem.params, problem.lr
+        params = problem.params
         is_negative = told["ending"] == Result.NEGATIVE_CURVATURE.name
         direction = "negative_curvature" if is_negative else self.whole
         told["direction"] = direction if length else "none"
-        told["length"] = length * (float(lr.max()) if isinstance(lr, Tensor) else lr)
-        self._found = damping, told
+        told["length"] = length * float(problem.objective.lr.max())
+        self._found = {**told, "damping": damping}
         number = self._shared_states(params)[0].get("step", 0) + 1
         states = {key: {"step": number, "factor": damping[0], "added": damping[1]} for key in params}
         moved = split((problem.w + length * d).to(problem.w.dtype), params) if length else {}
         return PendingUpdate(params, moved, states)
 
-    def _objective(self, problem: Problem) -> Objective:
-        values = [one.value for one in self._passes or ()]
+    def _descent(self, problem: Problem) -> Descent:
+        values, w, objective = [one.value for one in problem.passes], problem.w, problem.objective
+        eps = max(torch.finfo(each.dtype).eps for each in (w, *values))
+        before = objective.value(float(sum(values)), w)
+        return Descent(before, lambda w: objective.value(self._loss_at(problem, w), w), eps)
 
-        def evaluate(w: Tensor) -> float:
-            return problem.penalized(self._loss_at(problem.params, w), w)
-
-        eps = max(torch.finfo(each.dtype).eps for each in (problem.w, *values))
-        return Objective(problem.penalized(float(sum(values)), problem.w), evaluate, eps)
-
-    def _loss_at(self, params: Params, w: Tensor) -> float:
+    def _loss_at(self, problem: Problem, w: Tensor) -> float:
         """Return the loss of the closure at other parameters."""
         values: list[Tensor] = []
 
         def backward(loss: Tensor, gradient: Tensor | None = None, *_: Any, **__: Any) -> None:
-            if any(one.loss is not None and one.loss() is loss for one in self._passes or ()):
-                raise loss_of_before(type(self).__name__)
+            if any(one.loss is not None and one.loss() is loss for one in problem.passes):
+                raise self._loss_of_before()
             values.append(scalar_of(loss, gradient))
 
-        with self._elsewhere(params, w) as closure, LossRecorder(backward, note_losses=False):
+        with self._elsewhere(problem.params, w) as closure, LossRecorder(backward, note_losses=False):
             closure()
         if not values:
             raise RuntimeError(
@@ -536,14 +488,13 @@ class NewtonCG(VectorOptimizer):
         return float(sum(values))
 
     def _adapted(
-        self, factor: float, added: float, damping: float | Tensor, ratio: float, step: Step
+        self, factor: float, added: float, damping: Tensor, ratio: float, step: Step
     ) -> tuple[float, float]:
         """Levenberg's and Marquardt's heuristic: more damping after a poor step, less after a good one."""
         change = self.param_groups[0]["change"]
         change = 1 / change if ratio > GOOD else change if ratio < POOR else 1.0
         factor = min(max(factor * change, LEAST_FACTOR), MOST_FACTOR)
-        is_zero = bool((damping == 0).any()) if isinstance(damping, Tensor) else damping == 0
-        if ratio < POOR and is_zero:
+        if ratio < POOR and bool((damping == 0).any()):
             squared = float(step.d.dot(step.d))
             return factor, _FIRST * abs(step.curved) / squared if squared > 0 else 0.0
         return factor, added * change

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,33 @@ def split(vector: Tensor, params: Params) -> Params:
     """Return the parts of a vector in the shapes of parameters."""
     parts = vector.split_with_sizes([p.numel() for p in params.values()])
     return {key: part.view(p.shape) for (key, p), part in zip(params.items(), parts, strict=True)}
+
+
+class Objective(NamedTuple):
+    """The objective of a step: the signed loss with its penalty, as a function of the parameters that move."""
+
+    lr: Tensor  # 0-d, or a vector if groups differ, like decay
+    decay: Tensor
+    sign: int  # -1 if the loss is maximized
+
+    def value(self, loss: float, w: Tensor) -> float:
+        """Return the objective of a loss at parameters."""
+        return self.sign * loss + float(w.dot(self.decay * w)) / 2
+
+    def gradient(self, g: Tensor, w: Tensor) -> Tensor:
+        """Return the gradient of the objective, from the gradient of the loss."""
+        return self.moving(self.sign * g + self.decay * w)
+
+    def moving(self, v: Tensor) -> Tensor:
+        """Return a vector with zeros for the parameters whose learning rate is 0."""
+        return torch.where(self.lr != 0, v, 0.0) if self.lr.ndim else v
+
+    def scaled(self, d: Tensor, g: Tensor) -> Tensor:
+        """Multiply a descent direction by the learning rates, or by the smallest one if the step would climb."""
+        step = self.lr * d
+        if not self.lr.ndim or float(g.dot(step)) <= 0:
+            return step
+        return self.lr[self.lr > 0].min() * d
 
 
 class VectorOptimizer(CurvatureOptimizer):
@@ -128,28 +155,25 @@ class VectorOptimizer(CurvatureOptimizer):
         states = [self.state.get(p, {}) for p in params.values()]
         return states if len({state.get("step") for state in states}) == 1 else [{} for _ in states]
 
-    def _column(self, name: str, params: Params) -> float | Tensor:
-        """Return a hyperparameter, as a vector if groups differ."""
+    def _column(self, name: str, params: Params) -> Tensor:
+        """Return a hyperparameter as a 0-d tensor, or as a vector if groups differ."""
         groups = self._groups_by_name()
         numbers = {key: float(as_number(groups[key][0][name])) for key in params}
         if len(set(numbers.values())) == 1:
-            return next(iter(numbers.values()))
+            return torch.tensor(next(iter(numbers.values())), dtype=torch.float64)
         return flat(torch.full_like(widened(p), numbers[key]) for key, p in params.items())
 
-    def _scaled(self, d: Tensor, lr: float | Tensor, g: Tensor) -> Tensor:
-        """Multiply a descent direction by the learning rates, or by the smallest one if the step would climb."""
-        scaled = lr * d
-        if not isinstance(lr, Tensor) or float(g.dot(scaled)) <= 0:
-            return scaled
-        return lr[lr > 0].min() * d
+    def _objective(self, params: Params) -> Objective:
+        sign = -1 if self.param_groups[0]["maximize"] else 1
+        return Objective(self._column("lr", params), self._column("weight_decay", params), sign)
 
-
-def loss_of_before(name: str) -> RuntimeError:
-    """Return the error for a closure that does not compute its loss at every call."""
-    return RuntimeError(
-        f"{name}.step(closure): the closure is called again at other parameters, and must compute the loss anew at "
-        "every call. Call the model and the loss function inside the closure, before loss.backward()."
-    )
+    def _loss_of_before(self) -> RuntimeError:
+        """Return the error for a closure that does not compute its loss at every call."""
+        return RuntimeError(
+            f"{type(self).__name__}.step(closure): the closure is called again at other parameters, and must compute "
+            "the loss anew at every call. Call the model and the loss function inside the closure, before "
+            "loss.backward()."
+        )
 
 
 @contextlib.contextmanager

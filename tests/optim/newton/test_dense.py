@@ -86,7 +86,7 @@ def test_the_acceleration_is_that_of_the_second_directional_derivative():
     one, two = torch.tensor([1.0, 2.0], dtype=F64)
     known = Residuals(all_of(w), one, two, fn=lambda p: all_of(p["w"]), examples=None, params={"w": w})
     rows, r = torch.func.jacrev(all_of)(w.detach()) * 2**0.5, out * 2**0.5
-    system = DenseSystem([(known, 1.0)], {"w": w}, rows.T @ r, 0.0)
+    system = DenseSystem([(known, one)], {"w": w}, rows.T @ r, 0.0, one)
     damping = 30.0
     assert system.factorize(damping)
     d = system.direction()
