@@ -4,7 +4,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_424, "experiments": 10_181, "tests": 28_205}
+LINES = {"metagrad": 24_353, "experiments": 10_181, "tests": 28_207}
 FILES = {"metagrad": 251, "experiments": 79}
 
 
