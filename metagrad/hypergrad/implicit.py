@@ -25,7 +25,7 @@ from metagrad.core.checks import check_count, check_number, check_positive, warn
 from metagrad.core.tree import Params, widened, zeros_for_none
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
-from metagrad.curvature.solvers import cg, dense, neumann
+from metagrad.curvature.solvers import methods
 from metagrad.curvature.solvers.iteration import Solver
 from metagrad.curvature.solvers.nystrom import nystrom
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats
@@ -191,7 +191,7 @@ class CG(ImplicitMethod):
         """Solve."""
         # If the residual is below rounding errors, directions consist only of errors.
         rtol = max(self.rtol, 4 * torch.finfo(b.dtype).eps)
-        return _solved(operator, b, cg.CG(), self.damping, rtol=rtol, max_steps=self.steps)
+        return _solved(operator, b, methods.CG(), self.damping, rtol=rtol, max_steps=self.steps)
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,11 @@ class Neumann(ImplicitMethod):
     def __post_init__(self) -> None:
         check_count("Neumann(steps)", self.steps)
         check_number("Neumann(..., damping)", self.damping, 0.0)
-        neumann.Neumann(self.scale)  # checks it
+        methods.Neumann(self.scale)  # checks it
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Sum the series."""
-        return _solved(operator, b, neumann.Neumann(self.scale), self.damping, max_steps=self.steps)
+        return _solved(operator, b, methods.Neumann(self.scale), self.damping, max_steps=self.steps)
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Exact(ImplicitMethod):
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
-        return _solved(operator, b, dense.Dense(), self.damping)
+        return _solved(operator, b, methods.Dense(), self.damping)
 
 
 @dataclass(frozen=True)

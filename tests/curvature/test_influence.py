@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
-from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.methods import CG
 from metagrad.curvature.solvers.solution import SolveError
 from tests.curvature.maps import drawn
 from tests.curvature.operators.test_fisher import gradients

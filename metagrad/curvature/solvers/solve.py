@@ -17,11 +17,9 @@ from metagrad.core.tree import widened
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, checked_size
 from metagrad.curvature.rows import dot, norm
-from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.implicit import Inverse, attach_linear, is_batched, refuse_derivatives
 from metagrad.curvature.solvers.iteration import CALL, RESULTS, LinearSystem, Run, Solver, Start, length
-from metagrad.curvature.solvers.neumann import Neumann
+from metagrad.curvature.solvers.methods import CG, Dense, Neumann
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
 
 SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "dense": Dense, "neumann": Neumann}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metagrad as mg
-from metagrad.curvature.solvers.neumann import Neumann
+from metagrad.curvature.solvers.methods import Neumann
 from metagrad.curvature.solvers.solution import Result, SolveError
 from metagrad.curvature.solvers.solve import solve
 from tests.curvature.maps import MatrixMap, basis, drawn, matrix, seeded

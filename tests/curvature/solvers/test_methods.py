@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.neumann import Neumann
+from metagrad.curvature.solvers.methods import CG, Neumann
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.solve import solve
 from tests.curvature.maps import MatrixMap, drawn, matrix, with_spectrum
