@@ -7,19 +7,17 @@ from metagrad.curvature.estimators.trace import trace
 from metagrad.curvature.influence import InfluenceScores, influence
 from metagrad.curvature.kronecker.operator import Kronecker, kfac
 from metagrad.curvature.linear_map import LinearMap
-from metagrad.curvature.operators.averaged import Averaged
 from metagrad.curvature.operators.ggn import fisher, ggn
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.jacobian import Jacobian, jacobian
-from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.operator import Averaged, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.curvature.sharpness import Sharpness
 from metagrad.curvature.solvers.nystrom import nystrom
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
 from metagrad.curvature.solvers.solve import solve
-from metagrad.curvature.spectrum.density import Density, spectral_density
 from metagrad.curvature.spectrum.eigenvalues import Eigenpairs, eigenvalues
-from metagrad.curvature.spectrum.quadrature import log_determinant, trace_of
+from metagrad.curvature.spectrum.quadrature import Density, log_determinant, spectral_density, trace_of
 
 __all__ = [
     "Averaged",

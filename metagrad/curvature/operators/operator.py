@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import math
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar, overload
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded
@@ -19,15 +22,15 @@ from metagrad.core.tree import HALF
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.trace import trace as estimate_trace
 from metagrad.curvature.linear_map import Rows
-from metagrad.curvature.operators.scipy import to_scipy
 from metagrad.curvature.operators.space import ParameterSpace, Vectors
 from metagrad.curvature.rows import dot, norm
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.curvature.solvers.solve import check_symmetric
 from metagrad.curvature.solvers.solve import solve as solve_flat
-from metagrad.curvature.spectrum.density import spectral_density
 from metagrad.curvature.spectrum.eigenvalues import eigenvalues as compute_eigenvalues
 from metagrad.curvature.spectrum.quadrature import log_determinant as estimate_log_determinant
+from metagrad.curvature.spectrum.quadrature import spectral_density
+from metagrad.distributed.exchange import joined, refuse_differences, sums_over
 from metagrad.sparse.matrix.tensor import SparseTensor
 
 O = TypeVar("O", bound="Operator")  # noqa: E741
@@ -145,9 +148,41 @@ class Operator:
             self._refuse_asymmetric(matrix.detach(), matrix.detach().t(), matrix.detach().abs().max())
         return matrix
 
+    def to_scipy(self) -> Any:
+        """Return a ``scipy.sparse.linalg.LinearOperator`` that multiplies NumPy arrays on the CPU, without a graph.
+
+        The operator must stay open while the result is in use.
+
+        Raises:
+            ValueError: NumPy lacks the dtype, such as bfloat16.
+
+        Example:
+            >>> w = torch.ones(2, requires_grad=True)
+            >>> with metagrad.curvature.hessian(1.5 * (w**2).sum(), {"w": w}) as H:
+            ...     H.to_scipy() @ [1.0, 2.0]
+            array([3., 6.], dtype=float32)
+        """
+        linalg: Any = importlib.import_module("scipy.sparse.linalg")
+        if self.dtype == torch.bfloat16:
+            raise ValueError(
+                "H.to_scipy(): NumPy has no torch.bfloat16. Convert the model and its data with .float() first."
+            )
+        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+
+        def matmat(columns: Any) -> Any:
+            # A copy: torch has no negative strides.
+            rows = _torch.from_numpy(np.array(columns.T, dtype)).to(self.device)
+            return self.multiply(rows).detach().cpu().t().numpy()
+
+        def matvec(column: Any) -> Any:
+            return matmat(column.reshape(-1, 1))[:, 0]
+
+        return linalg.LinearOperator(
+            self.shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=dtype
+        )
+
     # Estimates and solutions: functions of a linear map, as methods
 
-    to_scipy = to_scipy
     trace = estimate_trace
     # A diagonal and eigenvectors are flat. H.space.unflatten returns them by name.
     diagonal = estimate_diagonal
@@ -341,6 +376,42 @@ class DerivedOperator(Operator):
     def _free(self) -> None:
         for part in self.parts:
             part.close()
+
+
+class Averaged(DerivedOperator):
+    r"""The mean of the operators of all ranks, :math:`\frac{1}{W} \sum_w A_w`.
+
+    A product costs one all-reduce. A second all-reduce, of three numbers, checks that all ranks multiply the same
+    vector. Each rank makes its operator from its own data, at the same parameters. All ranks make the same products
+    in the same order, so estimators need generators in the same state on all ranks. Products are not differentiable.
+
+    Args:
+        operator: The operator of this rank.
+        group: The process group. None means the default group.
+
+    Raises:
+        TypeError: ``operator`` is not an :class:`~metagrad.curvature.Operator`.
+        ValueError: In a product, the ranks multiply different vectors.
+
+    Example:
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with metagrad.curvature.hessian((w**3).sum(), {"w": w}) as H:
+        ...     metagrad.curvature.Averaged(H) @ torch.ones(2)  # one process: nothing changes
+        tensor([ 6., 12.])
+    """
+
+    def __init__(self, operator: Operator, group: dist.ProcessGroup | None = None) -> None:
+        check_type("Averaged(operator, group)", operator, Operator)
+        super().__init__(operator.space, self._mean, operator)
+        self.group = group
+
+    def _mean(self, vectors: Tensor) -> Tensor:
+        products = self.parts[0].multiply(vectors).detach()
+        if (group := joined(self.group)) is None:
+            return products
+        what = "Averaged(operator, group): vectors, for which estimators need generators with the same seed"
+        refuse_differences(group, what, [vectors])
+        return sums_over(group, [products], [products])[0] / group.size()
 
 
 class GraphOperator(Operator):

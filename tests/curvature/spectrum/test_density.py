@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from metagrad.curvature.spectrum.density import Density, spectral_density
+from metagrad.curvature.spectrum.quadrature import Density, spectral_density
 from tests.curvature.maps import SPECTRA, MatrixMap, matrix, seeded
 
 N = 300
