@@ -6,6 +6,7 @@ raises an error such as ``MAML(..., steps): expected an int of 1 or more, got 0.
 - ``check_count("f(..., n)", n, least=1)`` accepts an int of at least ``least``.
 - ``check_number("f(..., x)", x, least=0, below=1)`` accepts a number in ``[least, below)``.
 - ``check_positive("f(..., x)", x)`` accepts a finite number above 0.
+- ``check_scalar("f(..., x)", x, least=0)`` accepts a number of at least ``least``, or a tensor with one such element.
 - ``check_choice("f(..., mode)", mode, choices)`` accepts an element of a sequence or a value of a ``Literal``.
 - ``check_type("f(..., x)", x, Tensor)`` accepts an instance of one of the types.
 - ``check_function("f(fn)", "fn", fn)`` accepts a callable that is not a module class.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import os
 import sys
 import warnings
@@ -95,6 +97,17 @@ def check_positive(call: str, value: Any, *, optional: bool = False) -> Any:
     """Raise ``ValueError`` unless a value is a finite number above 0."""
     if not (optional and value is None) and not (is_number(value) and 0 < value < math.inf):
         refuse(call, f"{'None or ' * optional}a number above 0", value)
+    return value
+
+
+def check_scalar(call: str, value: Any, least: float = -math.inf) -> Any:
+    """Raise an error unless a value is a number of at least ``least``, or a tensor with one such element."""
+    if not isinstance(value, (numbers.Real, torch.Tensor)):
+        refuse(call, "a number or a tensor", type(value).__name__, TypeError)
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        refuse(call, "a number or a tensor with one element", tuple(value.shape))
+    if least > -math.inf:  # inside of a transform, the value of a tensor cannot be read
+        check_number(call, float(value.detach() if isinstance(value, torch.Tensor) else value), least)
     return value
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import check_choice, check_count, check_positive, check_type
-from metagrad.curvature.estimators.estimate import Estimate
+from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
 from metagrad.curvature.rows import norm
 
@@ -172,6 +172,22 @@ class ProbeSampler:
         return torch.finfo(self.operator.dtype).eps * self.n**0.5 * norm.detach()
 
 
+class Generators(dict[torch.device, torch.Generator]):
+    """The random generator of each device, made from a seed. After ``clear()`` all begin again.
+
+    So there is no state of a generator to save. Every pass over the data, a resumed run, a copy of an optimizer and
+    every micro-batch of one step draw the same numbers.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def __missing__(self, device: torch.device) -> torch.Generator:
+        self[device] = torch.Generator(device).manual_seed(self.seed)
+        return self[device]
+
+
 class Estimator(Protocol):
     """An estimate that improves with every product."""
 
@@ -180,6 +196,7 @@ class Estimator(Protocol):
     """Minimum number of products."""
     has_subspace: ClassVar[bool] = True
     """Whether probes are projected, so that the sphere is the default distribution."""
+    probing: ProbeSampler
 
     def extend(self, products: int) -> None:
         """Spend ``products`` more products, or fewer if further products add no information."""
@@ -188,6 +205,11 @@ class Estimator(Protocol):
     def estimate(self) -> Estimate:
         """Estimate from all products so far."""
         ...
+
+    def trace_from(self, samples: Tensor, floor: Tensor, **parts: Tensor | None) -> Estimate:
+        """Estimate a trace from samples, by :func:`from_samples`."""
+        products = self.probing.matvecs
+        return from_samples(samples, floor, matvecs=products, method=self.name, quantity="trace", **parts)
 
 
 def checked_budget(call: str, probes: int | None, rtol: float | None, least: int = 1) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metagrad.core.checks import check_choice
 from metagrad.core.tree import widened
-from metagrad.curvature.estimators.estimate import Estimate, from_samples, student_t
+from metagrad.curvature.estimators.estimate import Estimate, student_t
 from metagrad.curvature.estimators.probes import (
     FIRST,
     LEVEL,
@@ -56,9 +56,7 @@ class Hutchinson(Estimator):
     def estimate(self) -> Estimate:
         """Estimate from all samples so far."""
         floor = self.probing.rounding(self.squares.mean().sqrt())
-        return from_samples(
-            self.samples, floor, matvecs=self.probing.matvecs, method=self.name, quantity="trace"
-        )
+        return self.trace_from(self.samples, floor)
 
 
 class ExactTrace(Hutchinson):
@@ -130,14 +128,7 @@ class HutchPlusPlus(Estimator):
         if probing.distribution == "sphere" and outside:
             rest = rest * (outside / self.probes.square().sum(1))
         norm = (self.products_of_basis.square().sum() + self.products.square().sum(1).mean()).sqrt()
-        return from_samples(
-            rest,
-            probing.rounding(norm),
-            matvecs=probing.matvecs,
-            method=self.name,
-            quantity="trace",
-            shift=on_basis,
-        )
+        return self.trace_from(rest, probing.rounding(norm), shift=on_basis)
 
 
 class AutoTrace(Estimator):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.curvature.estimators.estimate import Estimate, from_samples
+from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import Estimator, ProbeSampler
 from metagrad.curvature.rows import inner, orthonormal
 
@@ -144,15 +144,8 @@ class XTrace(Estimator):
         samples = _scaled(one.rest(), scales) - (lost @ on_basis * lost).sum(1)
         with torch.no_grad():
             inflated = inflation(samples, one.changes(scales), self.most)
-        return from_samples(
-            samples,
-            probing.rounding(linalg.matrix_norm(lower) / len(lower) ** 0.5),
-            matvecs=probing.matvecs,
-            method=self.name,
-            quantity="trace",
-            shift=on_basis.trace(),
-            inflation=inflated,
-        )
+        floor = probing.rounding(linalg.matrix_norm(lower) / len(lower) ** 0.5)
+        return self.trace_from(samples, floor, shift=on_basis.trace(), inflation=inflated)
 
 
 Scales = tuple[int, Tensor] | None

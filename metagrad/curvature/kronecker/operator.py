@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from metagrad.core.checks import check_choice, check_count, check_number, check_type, refuse
+from metagrad.core.checks import check_choice, check_count, check_scalar, check_type, refuse
 from metagrad.core.tree import LossFn
 from metagrad.curvature.estimators.estimate import Estimate
+from metagrad.curvature.estimators.probes import Generators
 from metagrad.curvature.kronecker.factors import Eigenblock
 from metagrad.curvature.kronecker.groups import Groups, Other, Sharing
 from metagrad.curvature.linear_map import Rows
@@ -23,7 +24,7 @@ from metagrad.curvature.operators.batches import (
     is_one_batch,
     refuse_iterator,
 )
-from metagrad.curvature.operators.ggn import Kind, Labels, known_loss, observed_scores, sampled_scores
+from metagrad.curvature.operators.ggn import Kind, known_loss, labels_of, observed_scores, sampled_scores
 from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.problem import ModelEvaluation, ModelProblem
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, Vectors
@@ -117,11 +118,10 @@ def kfac(
     refuse_iterator(call, data)
     problem = ModelProblem(call, model, loss_fn, params, any_split=True)
     groups = Groups(problem, model, other, sharing)
-    source = generator or (torch.default_generator if fisher == "sampled" else torch.Generator())
-    labels, blocks, count = Labels(source), list[Eigenblock](), None
+    labels, blocks, count = labels_of(fisher, generator), list[Eigenblock](), None
     kept = [groups.observe(data)] if is_one_batch(data) else []
     for _ in range(1 + correct):
-        labels.restart()
+        labels.clear()
         total: float | Tensor = 0.0
         for evaluation in kept or map(groups.observe, each_batch(call, data, problem.space.device)):
             count = count_of(call, evaluation.batch, evaluation.known, reduction)
@@ -137,7 +137,7 @@ def kfac(
 
 
 def _columns(
-    evaluation: ModelEvaluation, fisher: Kind, samples: int, labels: Labels, count: float | Tensor | None
+    evaluation: ModelEvaluation, fisher: Kind, samples: int, labels: Generators, count: float | Tensor | None
 ) -> Iterator[list[Tensor]]:
     """Yield cotangents of the outputs. Their outer products for each example add up to ``count`` times the matrix."""
     known = evaluation.known
@@ -154,8 +154,8 @@ def _columns(
         for unit in places.new_zeros(places.shape[1], places.shape[1]).fill_diagonal_(1):
             yield [known.root_column(unit.expand_as(places).reshape(known.output.shape)).detach() * root]
     elif fisher == "sampled":
-        generator = labels.generator(evaluation.loss.device)
-        yield from ([score * root] for score in sampled_scores(evaluation, samples, generator))
+        scores = sampled_scores(evaluation, samples, labels[evaluation.loss.device])
+        yield from ([score * root] for score in scores)
     else:
         yield [score.squeeze(0) * root for score in observed_scores(evaluation, count)]
 
@@ -186,7 +186,7 @@ class Kronecker(Operator):
     def _damped(self, call: str, damping: float | Tensor, *, split: bool = False) -> list[Tensor]:
         """Return damped eigenvalues. Raise ``ValueError`` if an eigenvalue is 0 up to rounding errors."""
         self._refuse_closed()
-        check_number(f"{call}: damping", float(torch.as_tensor(damping).detach()), 0)
+        check_scalar(f"{call}: damping", damping, 0)
         found = [block.damped(damping, split=split) for block in self.blocks]
         for block, values in zip(self.blocks, found, strict=True):
             least = 0.0 if damping else torch.finfo(values.dtype).eps * values.max()

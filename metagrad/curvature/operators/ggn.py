@@ -15,6 +15,7 @@ from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import check_choice, check_count
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import LossFn, zeros_for_none
+from metagrad.curvature.estimators.probes import Generators
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.batches import (
     Batch,
@@ -341,7 +342,7 @@ def fisher(
     check_choice(f"{call}: kind", kind, Kind)
     check_count(f"{call}: samples", samples)
     problem = ModelProblem(call, model, loss_fn, params, any_split=True)
-    labels = Labels(torch.default_generator if kind == "sampled" else torch.Generator())
+    labels = labels_of(kind)
 
     def output_matrix_of(evaluation: ModelEvaluation) -> OutputMatrix:
         if kind == "exact":
@@ -350,26 +351,13 @@ def fisher(
         if kind == "empirical":
             count = count_of(call, evaluation.batch, evaluation.known, reduction)
             return outer_products(evaluation, observed_scores(evaluation, count))
-        scores = sampled_scores(evaluation, samples, labels.generator(evaluation.loss.device))
+        scores = sampled_scores(evaluation, samples, labels[evaluation.loss.device])
         return outer_products(evaluation, [scores])
 
     chunk = checked_bytes(call, "chunk", "64MiB")
-    return operator_of(problem, output_matrix_of, data, reduction, chunk=chunk, begin_pass=labels.restart)
+    return operator_of(problem, output_matrix_of, data, reduction, chunk=chunk, begin_pass=labels.clear)
 
 
-class Labels:
-    """The generator that draws labels. Every pass over the data draws the same random numbers."""
-
-    def __init__(self, source: torch.Generator) -> None:
-        self.seed = int(torch.randint(2**62, (), generator=source))
-        self._generator: torch.Generator | None = None
-
-    def restart(self) -> None:
-        """Begin a pass."""
-        self._generator = None
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator for the device of the outputs, in its state after the earlier batches."""
-        if self._generator is None:
-            self._generator = torch.Generator(device).manual_seed(self.seed)
-        return self._generator
+def labels_of(kind: Kind, generator: torch.Generator | None = None) -> Generators:
+    """Return the generators of labels, which only ``"sampled"`` needs."""
+    return Generators(int(torch.randint(2**62, (), generator=generator)) if kind == "sampled" else 0)

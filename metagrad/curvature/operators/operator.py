@@ -17,7 +17,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded
 from metagrad.core import _torch
-from metagrad.core.checks import check_type, is_a, is_mapping, refuse
+from metagrad.core.checks import check_scalar, check_type, is_a, is_mapping, refuse
 from metagrad.core.tree import HALF
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.trace import trace as estimate_trace
@@ -225,7 +225,7 @@ class Operator:
     def __mul__(self, factor: float | Tensor) -> Operator:
         if not is_a(factor, int, float, Tensor):
             return NotImplemented
-        scalar = _scalar("c * H: c", factor)
+        scalar = _without_dimensions(check_scalar("c * H: c", factor))
         return DerivedOperator(self.space, lambda rows: self.multiply(rows) * scalar, self)
 
     __rmul__ = __mul__
@@ -235,7 +235,7 @@ class Operator:
 
     def damped(self, delta: float | Tensor) -> Operator:
         """Return ``H + delta I``. ``delta`` may be a tensor with one element that requires grad."""
-        scalar = _scalar("H.damped(delta): delta", delta)
+        scalar = _without_dimensions(check_scalar("H.damped(delta): delta", delta))
         return DerivedOperator(self.space, lambda rows: self.multiply(rows) + scalar * rows, self)
 
     def preconditioned(self, root: Rows | Tensor | Vectors) -> Operator:
@@ -476,11 +476,5 @@ class GraphOperator(Operator):
         del self._recorded
 
 
-def _scalar(what: str, value: float | Tensor) -> float | Tensor:
-    """Return a number, or a tensor without dimensions."""
-    check_type(what, value, int, float, Tensor)
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(f"{what} must be a scalar, got a tensor of shape {tuple(value.shape)}.")
-    return value.reshape(())
+def _without_dimensions(scalar: float | Tensor) -> float | Tensor:
+    return scalar.reshape(()) if isinstance(scalar, Tensor) else scalar

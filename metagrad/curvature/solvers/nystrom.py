@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_count, check_number, check_type
+from metagrad.core.checks import check_count, check_number, check_scalar, refuse
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size, refuse_half
 from metagrad.curvature.rows import inner, orthonormal
@@ -46,12 +46,9 @@ class Nystrom:
         Raises:
             ValueError: ``damping`` is not above 0, so the approximation has no inverse.
         """
-        check_type("Nystrom.inverse(damping)", damping, float, int, Tensor)
-        if not bool(torch.as_tensor(damping) > 0):
-            raise ValueError(
-                f"Nystrom.inverse(damping): a matrix of low rank is singular, so damping must be above 0, "
-                f"got {damping}."
-            )
+        call = "Nystrom.inverse(damping)"
+        if not check_scalar(call, damping, 0):
+            refuse(call, "a number above 0, because a matrix of low rank is singular", damping)
 
         def solve(rows: Tensor) -> Tensor:
             inside = self._scaled(rows, 1 / (self.eigenvalues + damping))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
-from metagrad.core.checks import check_count, check_number, is_a, refuse, warn
+from metagrad.core.checks import check_count, check_number, check_scalar, is_a, refuse, warn
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, checked_size
@@ -130,7 +128,7 @@ def solve(
     check_vector("b", b, operator)
     if x0 is not None:
         check_vector("x0", x0, operator, like=b)
-    check_damping(damping)
+    check_scalar("solve(..., damping)", damping, 0)
     system = LinearSystem(operator, damping, generator)
     given: object = preconditioner
     if given is not None and not callable(given):
@@ -250,16 +248,6 @@ def _solver(method: str | Solver) -> Solver:
         known = ", ".join(f'"{name}"' for name in SOLVERS)
         raise ValueError(f"solve(..., method): expected one of {known} or a solver, got {method!r}.")
     return SOLVERS[method]()
-
-
-def check_damping(damping: Any) -> None:
-    """Raise unless the damping is a number of 0 or more, or a tensor with one."""
-    if not isinstance(damping, (numbers.Real, Tensor)):
-        raise TypeError(f"solve(..., damping): expected a number or a tensor, got {type(damping).__name__}.")
-    if isinstance(damping, Tensor) and damping.numel() != 1:
-        refuse("solve(..., damping)", "a number or a tensor with one element", tuple(damping.shape))
-    value = float(damping.detach() if isinstance(damping, Tensor) else damping)
-    check_number("solve(..., damping)", value, 0)
 
 
 def check_vector(name: str, vector: Tensor, operator: LinearMap, like: Tensor | None = None) -> None:

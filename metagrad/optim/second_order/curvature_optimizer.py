@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +15,12 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import averaging_wrapper
-from metagrad.core.capture import entropy
 from metagrad.core.checks import check_count, check_function
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import widened
+from metagrad.curvature.estimators.probes import Generators
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
 from metagrad.distributed.exchange import is_average
@@ -369,23 +368,10 @@ def _weighted(loss: Tensor, gradient: Tensor | None, parts: Sequence[RecordedLos
     return [WeightedLoss(part.known, weight) for part, weight in pairs if weight is not None]
 
 
-Generators: TypeAlias = Callable[[torch.device], torch.Generator]
-"""A function of a device to the generator of its random numbers."""
-
-
-def generators_of(seed: int, step: int) -> Generators:
-    """Return a function of a device to its generator, whose state follows from a seed and the number of a step.
-
-    So there is no state of a generator to save. A resumed run, a copy of an optimizer, and every micro-batch of one
-    step draw the same probes.
-    """
-    return functools.cache(lambda device: torch.Generator(device).manual_seed(entropy(seed, step)))
-
-
 def label_gradients(
     losses: Sequence[WeightedLoss],
     params: Sequence[Tensor],
-    generator: Generators,
+    generators: Generators,
     samples: int = 1,
     *,
     retain_graph: bool,
@@ -394,7 +380,7 @@ def label_gradients(
     last = samples * len(losses) - 1
     for index in range(last + 1):
         loss, weight = losses[index % len(losses)]
-        score = (weight.abs().sqrt() * loss.score(generator(loss.output.device))).detach()
+        score = (weight.abs().sqrt() * loss.score(generators[loss.output.device])).detach()
         keep = retain_graph or index < last
         found = torch.autograd.grad(loss.output, params, score, retain_graph=keep, allow_unused=True)
         yield weight.sign(), found

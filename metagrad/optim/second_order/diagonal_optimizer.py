@@ -10,14 +10,13 @@ from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.core.capture import entropy
 from metagrad.core.checks import warn
 from metagrad.core.tree import widened
-from metagrad.curvature.estimators.probes import Distribution, fill
+from metagrad.curvature.estimators.probes import Distribution, Generators, fill
 from metagrad.optim.second_order.curvature_optimizer import (
     BackwardPass,
     CurvatureOptimizer,
-    Generators,
-    generators_of,
 )
 from metagrad.optim.torch_optim.optimizer import Group, ParamsWithGrad
 from metagrad.optim.torch_optim.sparse_gradients import as_rows
@@ -40,7 +39,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
     """Estimates since the last step. None before a backward pass."""
 
     def _diagonal(
-        self, samples: int, params: Sequence[Tensor], graph: BackwardPass, generator: Generators
+        self, samples: int, params: Sequence[Tensor], graph: BackwardPass, generators: Generators
     ) -> list[Tensor]:
         r"""Estimate the diagonal of the Hessian by Hutchinson's probes, :math:`z \odot H z` with E[z z^T] = I.
 
@@ -48,7 +47,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
             samples: Number of probes, over which the estimate is averaged.
             params: The parameters.
             graph: The backward pass, with the graphs of its gradients.
-            generator: Function of a device to the generator of its probes.
+            generators: Draw the probes.
 
         References:
             Bekas, Kokiopoulou, Saad, "An estimator for the diagonal of a matrix", Applied Numerical Mathematics 57,
@@ -57,7 +56,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
         grads = [graph.grads[p] for p in params]
         totals = [torch.zeros_like(widened(p)) for p in params]
         for index in range(samples):
-            probes = [fill(g.new_empty(g.shape), self.distribution, generator(g.device)) for g in grads]
+            probes = [fill(g.new_empty(g.shape), self.distribution, generators[g.device]) for g in grads]
             keep = graph.retain_graph or index + 1 < samples
             found = graph_vjp(grads, params, probes, retain_graph=keep)
             for total, z, product in zip(totals, probes, found, strict=True):
@@ -88,8 +87,8 @@ class DiagonalOptimizer(CurvatureOptimizer):
                 if isinstance(as_rows(graph.grads.get(p, p)), RowSparse):
                     raise self._without_rows(key)
         first = self.param_groups[0]
-        generator = generators_of(first["seed"], first["step"])
-        found = self._diagonal(first["samples"], params, graph, generator) if params else []
+        generators = Generators(entropy(first["seed"], first["step"]))
+        found = self._diagonal(first["samples"], params, graph, generators) if params else []
         for p, estimate in zip(params, found, strict=True):
             goes_on = p in estimates and p.grad is not None  # otherwise its gradient was dropped
             estimates[p] = estimates[p] + estimate if goes_on else estimate

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from metagrad.core._torch import averaging_wrapper, current_graph_task, linalg
+from metagrad.core.capture import entropy
 from metagrad.core.checks import check_choice, check_count, is_a, refuse
 from metagrad.core.tree import Params
+from metagrad.curvature.estimators.probes import Generators
 from metagrad.curvature.kronecker.factors import (
     NO_SUMS,
     Eigenblock,
@@ -28,7 +30,6 @@ from metagrad.optim.per_parameter import check_real
 from metagrad.optim.second_order.curvature_optimizer import (
     BackwardPass,
     CurvatureOptimizer,
-    generators_of,
     label_gradients,
     options_of,
 )
@@ -353,13 +354,13 @@ class KFAC(CurvatureOptimizer):
     def _observe(self, graph: BackwardPass) -> None:
         """Sample labels, and send the gradients of their losses through the hooks of the layers."""
         first = self.param_groups[0]
-        generator = generators_of(first["seed"], first["step"])
+        generators = Generators(entropy(first["seed"], first["step"]))
         weights = [layer.weight for layer in self._layers.values() if layer.weight in graph.grads]
         if not weights:
             return
         self._draws = True
         try:
-            for _ in label_gradients(graph.losses, weights, generator, retain_graph=graph.retain_graph):
+            for _ in label_gradients(graph.losses, weights, generators, retain_graph=graph.retain_graph):
                 pass  # the hooks take the gradients of the outputs
         finally:
             self._draws = False

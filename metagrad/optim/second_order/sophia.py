@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from metagrad.core.tree import widened
+from metagrad.curvature.estimators.probes import Generators
 from metagrad.optim.second_order.curvature_optimizer import (
     BackwardPass,
-    Generators,
     label_gradients,
     options_of,
 )
@@ -162,7 +162,7 @@ class SophiaG(SophiaH):
         super().__init__(params, lr, gamma=gamma, samples=samples, **more)
 
     def _diagonal(
-        self, samples: int, params: Sequence[Tensor], graph: BackwardPass, generator: Generators
+        self, samples: int, params: Sequence[Tensor], graph: BackwardPass, generators: Generators
     ) -> list[Tensor]:
         r"""Estimate the diagonal of the Gauss-Newton matrix by squared gradients for labels drawn from the model.
 
@@ -170,13 +170,15 @@ class SophiaG(SophiaH):
             samples: Number of samples, over which the estimate is averaged.
             params: The parameters.
             graph: The backward pass, with its losses of known form.
-            generator: Function of a device to the generator of its labels.
+            generators: Draw the labels.
 
         References:
             Liu et al., "Sophia", ICLR 2024, section 2.3; the identity is Bartlett's.
         """
         totals = [torch.zeros_like(widened(p)) for p in params]
-        gradients = label_gradients(graph.losses, params, generator, samples, retain_graph=graph.retain_graph)
+        gradients = label_gradients(
+            graph.losses, params, generators, samples, retain_graph=graph.retain_graph
+        )
         for sign, found in gradients:
             for total, g in zip(totals, found, strict=True):
                 if g is not None:  # in float32: in float16 the squares of small numbers are zero

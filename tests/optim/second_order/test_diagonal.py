@@ -22,7 +22,7 @@ def quartic(w):
     return (torch.tensor(C, dtype=F64) * w**4 / 12).sum()
 
 
-def known_diagonal(self, samples, params, graph, generator):
+def known_diagonal(self, samples, params, graph, generators):
     return [torch.tensor(C, dtype=F64) * p.detach() ** 2 for p in params]
 
 
@@ -121,7 +121,7 @@ def observed(weight=1.0):
 
 def estimate_of(make, w, graph, generator, samples=1):
     """Return the estimate of the diagonal by an optimizer."""
-    (found,) = make([w])._diagonal(samples, [w], graph, lambda _: generator)
+    (found,) = make([w])._diagonal(samples, [w], graph, {generator.device: generator})
     return found
 
 
