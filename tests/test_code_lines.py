@@ -4,7 +4,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_303, "experiments": 10_181, "tests": 28_206}
+LINES = {"metagrad": 24_281, "experiments": 10_181, "tests": 28_206}
 FILES = {"metagrad": 246, "experiments": 79}
 
 
