@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from metagrad.core import _torch
+from metagrad.core.norms import every_order
 from metagrad.core.reach import Place, claimed, on_the_stack, placed
 
 _CHECKPOINT = inspect.unwrap(checkpoint)
@@ -251,3 +252,15 @@ def _forwards(function: type[torch.autograd.Function]) -> Iterator[Callable[...,
     for subclass in function.__subclasses__():
         yield subclass.forward
         yield from _forwards(subclass)
+
+
+@contextlib.contextmanager
+def differentiable_run(call: str, modules: Iterable[nn.Module]) -> Generator[None]:
+    """Context manager for a forward pass that is differentiated several times, by whoever calls it.
+
+    Norms and attention have derivatives of every order. Modules in training mode write to copies of their buffers. A
+    module that runs again with other parameters raises ``RuntimeError``, as in :func:`checked_reruns`.
+    """
+    training = (module for module in modules if module.training)
+    with torch.enable_grad(), every_order(), own_buffers(training), checked_reruns(call):
+        yield

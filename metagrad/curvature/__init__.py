@@ -1,9 +1,8 @@
 """Curvature: Hessian, Gauss-Newton and Fisher as linear operators, with estimators and solvers on them."""
 
-from metagrad.curvature.estimators.diagonal import diagonal
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import sample_probes
-from metagrad.curvature.estimators.trace import trace
+from metagrad.curvature.estimators.trace import diagonal, trace
 from metagrad.curvature.influence import InfluenceScores, influence
 from metagrad.curvature.kronecker.operator import Kronecker, kfac
 from metagrad.curvature.linear_map import LinearMap

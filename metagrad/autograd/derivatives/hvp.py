@@ -15,9 +15,8 @@ from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.capture import forward_mode
 from metagrad.core.checks import check_function, is_a, refuse
 from metagrad.core.modules import refuse_sharded
-from metagrad.core.norms import every_order
 from metagrad.core.reach import ReachableObjects
-from metagrad.core.substitution import checked_reruns, own_buffers
+from metagrad.core.substitution import differentiable_run
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import (
     Tree,
@@ -122,8 +121,7 @@ def hvp(
         return loss
 
     reverse = _nested if is_transformed() else _reverse
-    training = (module for module in ReachableObjects(loss_fn).modules if module.training)
-    with every_order(), own_buffers(training), checked_reruns("hvp(loss_fn, ...)"):
+    with differentiable_run("hvp(loss_fn, ...)", ReachableObjects(loss_fn).modules):
         loss, gradient, product = (reverse if mode == "reverse" else _forward)(
             fn, leaves, weights, create_graph
         )

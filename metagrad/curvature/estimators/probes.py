@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.core.budget import checked_bytes
 from metagrad.core.checks import check_choice, check_count, check_positive, check_type
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
@@ -93,19 +93,6 @@ def draw_for(
     return sample_probes(count, n, distribution=distribution, dtype=dtype, device=device, generator=generator)
 
 
-def piece_sizes(operator: object, count: int, rows: int) -> Iterator[int]:
-    """Split ``count`` vectors into pieces of at most ``rows`` vectors and at most the operator's ``num_together``."""
-    while count > 0:
-        size = min(count, rows, getattr(operator, "num_together", None) or rows)
-        yield size
-        count -= size
-
-
-def rows_in_chunk(call: str, chunk: Bytes, n: int, dtype: torch.dtype) -> int:
-    """Return how many rows of n elements fit into a chunk, at least one."""
-    return max(1, checked_bytes(call, "chunk", chunk) // max(1, n * dtype.itemsize))
-
-
 def fill(row: Tensor, distribution: Distribution, generator: torch.Generator | None) -> Tensor:
     """Draw the elements of a probe in place, and return it."""
     if distribution == "rademacher":
@@ -121,6 +108,8 @@ class ProbeSampler:
         n: Size of the map.
         budget: Maximum number of products.
         rtol: Relative error that ends the products earlier. None if the whole budget is spent.
+        rows: Number of probes that fit into a chunk, with ``stored`` vectors each: by default the probe, its product,
+            the result of both, and memory to join them.
         matvecs: Number of products so far.
     """
 
@@ -133,6 +122,7 @@ class ProbeSampler:
         chunk: str | int | float,
         budget: int = MOST_PROBES,
         rtol: float | None = None,
+        stored: int = 4,
     ) -> None:
         check_choice(f"{call}: distribution", distribution, Distribution)
         check_type(f"{call}: generator", generator, torch.Generator, optional=True)
@@ -141,8 +131,8 @@ class ProbeSampler:
         self.n: int = checked_size(call, operator)
         self.distribution: Distribution = distribution
         self.generator = generator
-        # A probe, its product, the result of both, and memory to join them.
-        self.rows: int = rows_in_chunk(call, chunk, 4 * self.n, operator.dtype)
+        size = max(1, stored * self.n * operator.dtype.itemsize)
+        self.rows: int = max(1, checked_bytes(call, "chunk", chunk) // size)
         self.budget = budget
         self.rtol = rtol
         self.matvecs: int = 0
@@ -161,10 +151,16 @@ class ProbeSampler:
         self.matvecs += len(vectors)
         return found
 
+    def drawn(self, count: int) -> Iterator[Tensor]:
+        """Draw ``count`` probes, in pieces that fit into a chunk, of at most the operator's ``num_together``."""
+        while count > 0:
+            size = min(count, self.rows, getattr(self.operator, "num_together", None) or self.rows)
+            yield self.draw(size)
+            count -= size
+
     def pieces(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draw and multiply ``count`` probes, in the pieces of :func:`piece_sizes`."""
-        for size in piece_sizes(self.operator, count, self.rows):
-            probes = self.draw(size)
+        """Draw and multiply ``count`` probes, in the pieces of :meth:`drawn`."""
+        for probes in self.drawn(count):
             yield probes, self.multiply(probes)
 
     def rounding(self, norm: Tensor) -> Tensor:

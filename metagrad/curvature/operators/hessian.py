@@ -12,9 +12,8 @@ from torch import Tensor
 from metagrad.autograd.derivatives.recorded import recorded_gradient
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import dtypes_explained, is_list_or_tuple
-from metagrad.core.norms import every_order
 from metagrad.core.reach import ReachableObjects
-from metagrad.core.substitution import checked_reruns, own_buffers
+from metagrad.core.substitution import differentiable_run
 from metagrad.curvature.likelihoods.recognition import recognized
 from metagrad.curvature.operators.batches import (
     Batch,
@@ -119,14 +118,8 @@ def hessian(
     def of_batch(batch: Batch) -> HessianOperator:
         leaves = {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in values.items()}
         arguments = tuple(batch) if is_list_or_tuple(batch) else (batch,)
-        training = (module for module in modules if module.training)
-        with (
-            torch.enable_grad(),
-            every_order(),
-            own_buffers(training),
-            checked_reruns(_CALL),
-            dtypes_explained(_CALL, leaves.values(), arguments),
-        ):
+        explained = dtypes_explained(_CALL, leaves.values(), arguments)
+        with differentiable_run(_CALL, modules), explained:
             of_leaves = partial(loss, with_values(params, leaves), *arguments)
             try:
                 value, known = (of_leaves(), None) if is_alone else recognized(of_leaves)

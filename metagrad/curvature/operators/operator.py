@@ -19,7 +19,7 @@ from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded
 from metagrad.core import _torch
 from metagrad.core.checks import check_scalar, check_type, is_a, is_mapping, refuse
 from metagrad.core.tree import HALF
-from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
+from metagrad.curvature.estimators.trace import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.trace import trace as estimate_trace
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.operators.space import ParameterSpace, Vectors

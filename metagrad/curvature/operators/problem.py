@@ -15,9 +15,8 @@ from metagrad.autograd.derivatives.grad import check_loss
 from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves, refuse_order, refuse_unused
 from metagrad.core.checks import check_function, dtypes_explained
 from metagrad.core.modules import called_on, check_substitutable, refuse_wrapped
-from metagrad.core.norms import every_order
 from metagrad.core.reach import ReachableObjects
-from metagrad.core.substitution import checked_reruns, own_buffers, replaced
+from metagrad.core.substitution import differentiable_run, own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import (
     LossFn,
@@ -95,7 +94,7 @@ class ModelProblem:
         with torch.enable_grad():
             leaves = self._leaves()
             explained = dtypes_explained(self.call, map(values_of, self.params.values()), x)
-            with every_order(), checked_reruns(self.call), explained:
+            with differentiable_run(self.call, self._modules), explained:
                 output = self._call_model(leaves, x)
             loss, known = self._evaluated(output, y)
         named = self._checked(leaves, loss)
@@ -146,15 +145,13 @@ class ModelProblem:
         return found
 
     def _call_model(self, leaves: Mapping[str, Tensor], x: Tree) -> Tree:
-        """Run the model with substituted parameters. Its buffers do not change."""
-        training = (module for module in self._modules if module.training)
-        with own_buffers(training):
-            if not isinstance(self.model, nn.Module):
-                return self.model(with_values(self.params, leaves), x)
-            own = _own(self.model)
-            values = {id(own[name]): leaf for name, leaf in leaves.items() if leaf is not own[name]}
-            with replaced(self.model, values):
-                return _call_module(self.model, x)
+        """Run the model with substituted parameters."""
+        if not isinstance(self.model, nn.Module):
+            return self.model(with_values(self.params, leaves), x)
+        own = _own(self.model)
+        values = {id(own[name]): leaf for name, leaf in leaves.items() if leaf is not own[name]}
+        with replaced(self.model, values):
+            return _call_module(self.model, x)
 
     def _checked(self, leaves: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
         """Return the leaves by their names in errors."""
@@ -232,7 +229,9 @@ class ModelEvaluation:
         parts = torch.autograd.grad(self.outputs, own, cotangents, retain_graph=True, materialize_grads=True)
 
         def value(params: Params, x: Tree, *parts: Tensor) -> Tensor:
-            found = tree_leaves(self.problem._call_model(params, tree_map(lambda leaf: leaf.unsqueeze(0), x)))
+            one = tree_map(lambda leaf: leaf.unsqueeze(0), x)
+            with own_buffers(module for module in self.problem._modules if module.training):
+                found = tree_leaves(self.problem._call_model(params, one))
             return torch.stack([(found[i] * part).sum() for i, part in zip(places, parts, strict=True)]).sum()
 
         params = {name: values_of(p).detach() for name, p in self.problem.params.items()}

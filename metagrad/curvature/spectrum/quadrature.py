@@ -17,13 +17,12 @@ from metagrad.core.checks import (
     check_function,
     check_number,
     check_positive,
-    check_type,
     is_a,
     refuse,
 )
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
-from metagrad.curvature.estimators.probes import draw_for, is_tight, piece_sizes, rows_in_chunk
+from metagrad.curvature.estimators.probes import ProbeSampler, is_tight
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.implicit import first_order
@@ -97,18 +96,11 @@ def krylov_spaces(
     call: str,
 ) -> Iterator[tuple[Tensor, LanczosState]]:
     """Draw probes, and run Lanczos from as many probes together as have their bases in a chunk."""
-    n = checked_size(call, operator)
-    rows = rows_in_chunk(call, chunk, n * max(1, min(steps, n)), operator.dtype)
-    for size in piece_sizes(operator, count, rows):
-        probes = draw_for(operator, size, "rademacher", generator)
-        yield probes, lanczos(operator, probes, steps=steps, call=call)
-
-
-def check_quadrature(call: str, probes: int, steps: int, generator: object) -> None:
-    """Raise unless the arguments of a quadrature are valid."""
-    check_count(f"{call}: probes", probes)
     check_count(f"{call}: steps", steps)
-    check_type(f"{call}: generator", generator, torch.Generator, optional=True)
+    stored = min(steps, checked_size(call, operator))
+    sampler = ProbeSampler(call, operator, "rademacher", generator, chunk, stored=stored)
+    for probes in sampler.drawn(count):
+        yield probes, lanczos(operator, probes, steps=steps, call=call)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -251,7 +243,7 @@ def spectral_density(
         Krishnan, Xiao, "An investigation into neural net optimization via Hessian eigenvalue density", ICML 2019;
         Ubaru, Chen, Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature", 2017.
     """
-    check_quadrature(_DENSITY, probes, steps, generator)
+    check_count(f"{_DENSITY}: probes", probes)
     check_positive(f"{_DENSITY}: sigma", sigma, optional=True)
     nodes: list[Tensor] = []
     weights: list[Tensor] = []
@@ -335,7 +327,7 @@ def trace_of(
         Appl. 38, 2017; Gardner, Pleiss, Bindel, Weinberger, Wilson, "GPyTorch", NeurIPS 2018 (the derivative).
     """
     probes = (16 if rtol is None else 256) if probes is None else probes
-    check_quadrature(call, probes, steps, generator)
+    check_count(f"{call}: probes", probes)
     check_positive(f"{call}: rtol", rtol, optional=True)
     check_function(call, "function", function)
     samples: list[Tensor] = []

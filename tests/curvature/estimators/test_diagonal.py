@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import metagrad as mg
-from metagrad.curvature.estimators.diagonal import diagonal
+from metagrad.curvature.estimators.trace import diagonal
 from tests.curvature.maps import SPECTRA, MatrixMap, coverage, matrix, seeded
 
 

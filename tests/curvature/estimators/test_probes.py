@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from metagrad.curvature import ggn, hessian
-from metagrad.curvature.estimators.probes import ProbeSampler, piece_sizes, rows_in_chunk, sample_probes
-from tests.curvature.maps import seeded
+from metagrad.curvature.estimators.probes import ProbeSampler, sample_probes
+from tests.curvature.maps import MatrixMap, seeded
 
 DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
 
@@ -29,12 +29,9 @@ def test_pieces_have_the_bits_of_the_whole():
         # torch fills long and short tensors by different code
         for n, rows in itertools.product([1, 15, 16, 33], [1, 3, 10, 64]):
             whole = sample_probes(10, n, distribution=distribution, generator=seeded())
-            generator = seeded()
-            pieces = [
-                sample_probes(size, n, distribution=distribution, generator=generator)
-                for size in piece_sizes(None, 10, rows)
-            ]
-            assert torch.equal(torch.cat(pieces), whole)
+            operator, bytes_of_rows = MatrixMap(torch.eye(n)), 4 * n * rows
+            sampler = ProbeSampler("f()", operator, distribution, seeded(), bytes_of_rows, stored=1)
+            assert torch.equal(torch.cat(list(sampler.drawn(10))), whole)
 
 
 def test_the_second_moment_is_the_identity():
@@ -64,10 +61,13 @@ def test_a_generator_on_the_cpu_draws_for_other_devices():
 
 
 def test_rows_in_a_chunk():
-    assert rows_in_chunk("f()", "64KiB", 1024, torch.float32) == 16
-    assert rows_in_chunk("f()", 80, 10, torch.float64) == 1
-    assert rows_in_chunk("f()", 1, 10, torch.float64) == 1
-    assert list(piece_sizes(None, 10, 4)) == [4, 4, 2]
+    def sampler(chunk, n, dtype):
+        return ProbeSampler("f()", MatrixMap(torch.eye(n, dtype=dtype)), "normal", None, chunk, stored=1)
+
+    assert sampler("64KiB", 1024, torch.float32).rows == 16
+    assert sampler(80, 10, torch.float64).rows == 1
+    assert sampler(1, 10, torch.float64).rows == 1
+    assert [len(rows) for rows in sampler(160, 10, torch.float32).drawn(10)] == [4, 4, 2]
 
 
 def probing(operator, chunk="64MiB"):
