@@ -256,7 +256,7 @@ def _forwards(function: type[torch.autograd.Function]) -> Iterator[Callable[...,
 
 @contextlib.contextmanager
 def differentiable_run(call: str, modules: Iterable[nn.Module]) -> Generator[None]:
-    """Context manager for a forward pass that is differentiated several times, by whoever calls it.
+    """Context manager for a forward pass that is differentiated several times.
 
     Norms and attention have derivatives of every order. Modules in training mode write to copies of their buffers. A
     module that runs again with other parameters raises ``RuntimeError``, as in :func:`checked_reruns`.
