@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.grad import refuse_complex
-from metagrad.core._torch import backward, linalg, to_list
+from metagrad.core._torch import backward, linalg
 from metagrad.core.checks import check_choice, check_count
 from metagrad.core.tree import Params
 from metagrad.optim.newton.vector import Objective, VectorOptimizer, flat, split
@@ -66,8 +66,6 @@ class History:
         self.moves.copy_(moves)
         self.changes.copy_(changes)
         self.products.copy_(products)
-        last = self.changes[-1:].flatten()
-        self._scale = self.products[-1, -1].item() / last.dot(last).item() if size else 1.0
 
     def _show(self, window: slice) -> None:
         self.moves, self.changes = self._moves[window], self._updates[window]
@@ -76,8 +74,8 @@ class History:
 
     def add(self, move: Tensor, change: Tensor, *, most: int) -> None:
         """Add a pair if its curvature keeps the matrix positive definite. At most ``most`` pairs are stored."""
-        curvature, squared = to_list(torch.stack([move.dot(change), change.dot(change)]))
-        if not curvature > torch.finfo(move.dtype).eps * squared:
+        curvature, squared = move.dot(change), change.dot(change)
+        if not bool(curvature > torch.finfo(move.dtype).eps * squared):
             return
         kept = min(len(self.moves), most - 1)
         if self._end == len(self._moves):
@@ -89,7 +87,6 @@ class History:
         self._show(slice(end - kept, end + 1))
         self.products[:, kept] = self.moves @ change
         self.products[kept, kept] = curvature  # above 0, which the rounding of the product may not be
-        self._scale = curvature / squared
 
     def direction(self, g: Tensor) -> Tensor:
         """Apply the inverse Hessian to the negative gradient, by two triangular systems.
@@ -101,7 +98,8 @@ class History:
         S, Y, R = self.moves, self.changes, self.products.contiguous()  # also aligned
         if not len(S):
             return g / -max(1.0, g.abs().sum().item())
-        D, scale = R.diagonal(), self._scale
+        D, last = R.diagonal(), Y[-1]
+        scale = float(D[-1] / last.dot(last))
         a = linalg.solve_triangular(R, (S @ g)[:, None], upper=True)[:, 0]
         q = torch.addmv(g, Y.mT, a, beta=scale, alpha=-scale)
         rest = torch.addmv(D * a, Y, q, alpha=-1)
@@ -232,14 +230,15 @@ class LBFGS(VectorOptimizer):
         return result
 
     def _loss_of(self, result: Any) -> float:
-        if isinstance(result, Tensor):
-            refuse_complex(f"{type(self).__name__}.step(closure)", result)
-        if not isinstance(result, (int, float)) and (not isinstance(result, Tensor) or result.numel() != 1):
-            raise RuntimeError(
-                f"{type(self).__name__}.step(closure): the closure must return its loss, one number, at every call; "
-                f"got {type(result).__name__}."
-            )
-        return float(result.detach() if isinstance(result, Tensor) else result)
+        call = f"{type(self).__name__}.step(closure)"
+        if isinstance(result, Tensor) and result.numel() == 1:
+            refuse_complex(call, result)
+            return result.item()
+        if isinstance(result, (int, float)):
+            return float(result)
+        raise RuntimeError(
+            f"{call}: the closure must return its loss, one number, at every call; got {type(result).__name__}."
+        )
 
     def _updates(self, work: ParamsWithGrad) -> Iterator[PendingUpdate]:
         """Iterate from the current parameters."""
@@ -395,29 +394,22 @@ def strong_wolfe(
     def is_flat(point: Point) -> bool:
         return abs(point.slope) <= -_CURVATURE * start.slope
 
-    before, length, low, high, was_near = start, 1.0, start, None, False
+    length, low, before, high, was_near = 1.0, start, start, None, False
     for count in range(1, max_eval + 1):
         point = along(length)
-        if high is None:  # extrapolate until there is an interval: algorithm 3.5
-            if is_too_high(point) or (count > 1 and point.value >= before.value):
-                low, high, was_near = before, point, False
-            elif is_flat(point):
-                return point
-            elif point.slope >= 0:
-                low, high, was_near = point, before, False
-            else:
-                nearest = point.length + _CLOSEST * (point.length - before.length)
-                length = _cubic_minimum(before, point, nearest, _FARTHEST * point.length)
-                low = before = point
-                continue
-        elif is_too_high(point) or point.value >= low.value:  # narrow it: algorithm 3.6
+        if is_too_high(point) or (count > 1 and point.value >= low.value):
             high = point
         elif is_flat(point):
             return point
         else:
-            high = low if point.slope * (high.length - low.length) >= 0 else high
-            low = point
-        least, most = sorted((low.length, high.length))
+            ahead = 1.0 if high is None else high.length - low.length
+            high = low if point.slope * ahead >= 0 else high
+            before, low = low, point
+        if high is None:  # extrapolate until there is an interval: algorithm 3.5
+            nearest = low.length + _CLOSEST * (low.length - before.length)
+            length = _cubic_minimum(before, low, nearest, _FARTHEST * low.length)
+            continue
+        least, most = sorted((low.length, high.length))  # narrow it: algorithm 3.6
         if not most - least > shortest:
             break
         length, was_near = _kept_apart(_cubic_minimum(low, high, least, most), least, most, was_near)

@@ -115,15 +115,14 @@ class VectorOptimizer(CurvatureOptimizer):
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
         self._check_agreement(index)
-        name, first = f"{type(self).__name__}(params)", None
-        for key, p in self._groups_by_name().items():
-            first = first or (key, p[1])
-            if widened(p[1]).dtype != widened(first[1]).dtype or p[1].device != first[1].device:
-                raise ValueError(
-                    f"{name}: all parameters make one vector, but {first[0]!r} is {first[1].dtype} on "
-                    f"{first[1].device} and {key!r} is {p[1].dtype} on {p[1].device}. Give each kind an optimizer of "
-                    "its own."
-                )
+        kinds: dict[tuple[torch.dtype, torch.device], str] = {}
+        for key, (_, p) in self._groups_by_name().items():
+            kinds.setdefault((widened(p).dtype, p.device), f"{key!r} is {p.dtype} on {p.device}")
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{type(self).__name__}(params): all parameters make one vector, but {' and '.join(kinds.values())}. "
+                "Give each kind an optimizer of its own."
+            )
 
     def _check_agreement(self, index: int) -> None:
         first, group = self.param_groups[0], self.param_groups[index]
