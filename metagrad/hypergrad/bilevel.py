@@ -192,17 +192,15 @@ class _Level:
     def __init__(self, which: str, optimizer: Any, values: Params) -> None:
         # Optimizers of torch write in place.
         self.values = {name: v.detach().clone().requires_grad_() for name, v in values.items()}
-        self.rule: Rule | None = None
+        self.is_rule: bool = hasattr(optimizer, "update") and hasattr(optimizer, "init")
+        self.optimizer: Any = optimizer
         self.state: Any = None
-        self.optimizer: torch.optim.Optimizer | None = None
-        if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
+        if self.is_rule:
             check_rule(CALL, optimizer, which)
-            self.rule = optimizer
             self.state = optimizer.init(self.values)
-        elif not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
-            make: Callable[..., Any] = optimizer
-            self.optimizer = make(list(self.values.values()))
-        if self.rule is None and not isinstance(self.optimizer, torch.optim.Optimizer):
+            return
+        self.optimizer = optimizer(list(self.values.values())) if callable(optimizer) else None
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"{CALL}: {which} must be a functional optimizer, such as mg.optim.rules.adam(), or a function of a "
                 "list of tensors that returns a torch.optim optimizer, such as functools.partial(torch.optim.Adam, "
@@ -212,28 +210,25 @@ class _Level:
     def descend(self, problem: Problem) -> None:
         """Take a step on the inner loss."""
         hyper = [leaf.detach() for leaf in problem.hyper_leaves()]
-        if self.rule is not None:
+        if self.is_rule:
             loss_at = partial(problem.inner, hyper=hyper)
-            self._move(*moved_by(loss_at, self.values, self.rule, self.state, create_graph=False))
+            self._move(*moved_by(loss_at, self.values, self.optimizer, self.state, create_graph=False))
             return
-        optimizer = self.optimizer
-        assert optimizer is not None
 
-        def closure() -> Any:
-            optimizer.zero_grad()
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
             loss = problem.inner(self.values, hyper)
             backward(loss)
             return loss
 
-        optimizer.step(closure)
+        self.optimizer.step(closure)
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Take a step along a gradient."""
-        if self.rule is not None:
+        if self.is_rule:
             by_name = dict(zip(self.values, gradients, strict=True))
-            self._move(*self.rule.update(by_name, self.state, self.values))
+            self._move(*self.optimizer.update(by_name, self.state, self.values))
             return
-        assert self.optimizer is not None
         for leaf, gradient in zip(self.values.values(), gradients, strict=True):
             leaf.grad = gradient.to_coo() if isinstance(gradient, RowSparse) else gradient
         self.optimizer.step()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_number, check_positive
-from metagrad.core.tree import HALF, Params, leaf_names, tree_leaves, zeros_for_none
-from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, minus, partials
+from metagrad.core.tree import HALF, Params, leaf_names, plus, tree_leaves, zeros_for_none
+from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, partials
 
 
 @dataclass(frozen=True)
@@ -58,32 +58,28 @@ class FiniteDifference:
         check_positive("FiniteDifference(..., epsilon)", self.epsilon)
 
     def estimate(self, problem: Problem) -> Derivative:
-        """Take the step, and two gradients next to it."""
+        """Take the step, and two gradients next to the parameters."""
         _check(problem)
         values, hyper = problem.variables(), problem.hyper_leaves()
-        if self.lr == 0:
-            return Derivative(zeros_for_none(_partials(problem.outer, values, hyper)[1], hyper))
-        inner = _partials(problem.inner, values, hyper)[0]
-        moved = {name: (v - self.lr * inner[name]).detach().requires_grad_() for name, v in values.items()}
-        direction, direct = _partials(problem.outer, moved, hyper)
-        mixed = self._mixed(problem, values, hyper, direction)
-        scaled = [None if g is None else self.lr * g for g in mixed]
-        return Derivative([minus(a, b) for a, b in zip(direct, scaled, strict=True)])
-
-    def _mixed(
-        self, problem: Problem, values: Params, hyper: Sequence[Tensor], direction: Params
-    ) -> Sequence[Tensor | None]:
-        r"""Return :math:`\frac{\partial^2 g}{\partial\lambda \partial\phi} v` by two gradients, one on each side."""
+        moved = values
+        if self.lr > 0:
+            slopes, _ = _partials(problem.inner, values, hyper)
+            moved = {name: _leaf(v - self.lr * slopes[name]) for name, v in values.items()}
+        direction, found = _partials(problem.outer, moved, hyper)
         norm = linalg.vector_norm(torch.stack([linalg.vector_norm(v) for v in direction.values()]))
-        if not bool(norm > 0):
-            return zeros_for_none([None] * len(hyper), hyper)
+        if self.lr == 0 or not bool(norm > 0):
+            return Derivative(zeros_for_none(found, hyper))
         distance = self.epsilon / norm
-        ends: list[list[Tensor | None]] = []
         for shift in (distance, -distance):
-            at = {name: (v.detach() + shift * direction[name]).requires_grad_() for name, v in values.items()}
-            ends.append(_partials(problem.inner, at, hyper)[1])
-        differences = [minus(a, b) for a, b in zip(*ends, strict=True)]
-        return [None if d is None else d / (2 * distance) for d in differences]
+            at = {name: _leaf(v + shift * direction[name]) for name, v in values.items()}
+            _, slopes = _partials(problem.inner, at, hyper)
+            scaled = [None if g is None else -self.lr / (2 * shift) * g for g in slopes]
+            found = [plus(*pair) for pair in zip(found, scaled, strict=True)]
+        return Derivative(found)
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_()
 
 
 def _partials(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.core.checks import refuse
 from metagrad.core.tape import is_transformed
-from metagrad.core.tree import Tree, leaf_names, tree_leaves, zeros_for_none
+from metagrad.core.tree import Tree, leaf_names, tree_leaves
 from metagrad.hypergrad.implicit import CG, check_solution
 from metagrad.hypergrad.problem import CALL, BilevelLoss, Derivative, HypergradientMethod, Parameters, Problem
 
@@ -95,16 +98,14 @@ def completed(problem: Problem, estimate: Derivative) -> Tree:
     """
     if estimate.solution is not None:
         check_solution(CALL, estimate.solution, estimate.residual)
-    leaves, names = tree_leaves(problem.hyper), leaf_names(problem.hyper, "hyper")
+    leaves, names, found = tree_leaves(problem.hyper), leaf_names(problem.hyper, "hyper"), list[Tensor]()
     for name, leaf, gradient in zip(names, leaves, estimate.gradient, strict=True):
         if leaf.numel() and gradient is None:
             raise ValueError(
                 f"{CALL}: neither loss depends on {name}. Leave it out of hyper, or look for a detach."
             )
-    filled = zeros_for_none(estimate.gradient, leaves)
-    found = [g.to(leaf.dtype) for g, leaf in zip(filled, leaves, strict=True)]
-    for name, gradient in zip(names, found, strict=True):
-        if not is_finite([gradient]):
+        found.append(torch.zeros_like(leaf) if gradient is None else gradient.to(leaf.dtype))
+        if not is_finite(found[-1:]):
             raise ValueError(
                 f"{CALL}: the derivative of {name} has nan or inf. Look for them in the losses at params, and in "
                 "their derivatives."

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_count, check_number, check_positive, warn
-from metagrad.core.tree import Params, widened, zeros_for_none
+from metagrad.core.tree import Params, plus, widened, zeros_for_none
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.solvers import methods
@@ -30,7 +30,7 @@ from metagrad.curvature.solvers.iteration import Solver
 from metagrad.curvature.solvers.nystrom import nystrom
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats
 from metagrad.curvature.solvers.solve import APPROXIMATE, solve
-from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, minus, partials
+from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, partials
 
 LOOSE = 1e-2
 """Residuals above this value, relative to the right-hand side, give a warning."""
@@ -92,8 +92,8 @@ class ImplicitMethod:
         H = _inner_hessian(problem, values, hyper)
         b = H.space.join(list(slopes.values()))
         solution = self.inverse(H, b)
-        mixed = H.mixed(solution.value, hyper)
-        gradient = [minus(a, b) for a, b in zip(direct, mixed, strict=True)]
+        mixed = H.mixed(-solution.value, hyper)
+        gradient = [plus(*pair) for pair in zip(direct, mixed, strict=True)]
         return Derivative(gradient, solution, relative_residual(solution, b))
 
     def _differentiable(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:

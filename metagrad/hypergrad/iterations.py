@@ -30,11 +30,9 @@ class Iterate(NamedTuple):
 class RootRun(NamedTuple):
     """The result of an iteration, row by row."""
 
-    x: Tensor  # [k, n]
+    end: Iterate
     steps: Tensor  # int64 [k]
     status: Tensor  # index into RESULTS, int64 [k]
-    residuals: Tensor  # norms of f, [k]
-    relative: Tensor  # norms of f relative to the norms at the start, [k]
 
 
 class RootMethod(Protocol):
@@ -45,12 +43,9 @@ class RootMethod(Protocol):
         ...
 
 
-def iterated(f: Rows, method: RootMethod, x: Tensor, rtol: float, atol: float, max_steps: int) -> RootRun:
-    """Iterate until the residual of each row is within its tolerance."""
-    step = method.begin(f)
-    now = Iterate(x, f(x))
-    first = length(now.f)
-    tolerance = (rtol * first).clamp_min(atol)
+def iterated(f: Rows, method: RootMethod, start: Iterate, tolerance: Tensor, max_steps: int) -> RootRun:
+    """Iterate until the norm of the residual of each row is at most its tolerance, ``[k]``."""
+    step, now = method.begin(f), start
     status = begun(now.f, tolerance)
     steps = torch.zeros_like(status)
     for _ in range(max_steps):
@@ -65,9 +60,7 @@ def iterated(f: Rows, method: RootMethod, x: Tensor, rtol: float, atol: float, m
         now = Iterate(*(torch.where(sound[:, None], a, b) for a, b in zip(found, now, strict=True)))
         steps = steps + active
         status = fill(status, length(now.f) <= tolerance, Result.CONVERGED)
-    residuals = length(now.f)
-    relative = residuals / torch.where(first > 0, first, 1.0)
-    return RootRun(now.x, steps, ended(status), residuals, relative)
+    return RootRun(now, steps, ended(status))
 
 
 @dataclass(frozen=True)

@@ -170,10 +170,3 @@ def refuse_sparse(slopes: Params) -> None:
                 f"{CALL}: the gradient of the table {name!r} is sparse, and hypergradients need dense ones. Take an "
                 "embedding without sparse gradients."
             )
-
-
-def minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Subtract. None is zero."""
-    if b is None:
-        return a
-    return -b if a is None else a - b

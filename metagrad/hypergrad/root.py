@@ -20,13 +20,14 @@ from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, tree_flatten, tree_unflatten
-from metagrad.curvature.linear_map import FACTORIZED
+from metagrad.curvature.linear_map import FACTORIZED, SeparateMatrices
+from metagrad.curvature.solvers.dense import matrices_of
 from metagrad.curvature.solvers.gmres import gmres
 from metagrad.curvature.solvers.implicit import Inverse, attach, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, length
 from metagrad.curvature.solvers.solution import Result, SolveError, overall
 from metagrad.hypergrad.implicit import LOOSE
-from metagrad.hypergrad.iterations import Anderson, NewtonKrylov, RootMethod, iterated
+from metagrad.hypergrad.iterations import Anderson, Iterate, NewtonKrylov, RootMethod, iterated
 
 LinearSolver = Literal["gmres", "lu"]
 
@@ -134,19 +135,19 @@ def root(
     check_count(f"{call}, max_steps", max_steps)
     check_number(f"{call}: atol", atol, 0.0)
     with torch.no_grad():
-        run = iterated(problem.residual, method or NewtonKrylov(), problem.start, rtol, atol, max_steps)
+        start = Iterate(problem.start, problem.residual(problem.start))
+        first = length(start.f)
+        tolerance = (rtol * first).clamp_min(atol)
+        run = iterated(problem.residual, method or NewtonKrylov(), start, tolerance, max_steps)
     results = tuple(RESULTS[int(index)] for index in run.status)
-    result = overall(results)
-    stats = RootStats(results, run.steps, run.residuals, problem.evaluations)
-    x = run.x
+    result, x, norms = overall(results), run.end.x, length(run.end.f)
+    stats = RootStats(results, run.steps, norms, problem.evaluations)
     if not result.is_success:
         row = results.index(result)
-        failure = (
-            f"{call}: row {row} of {len(results)}, |f| = {float(run.residuals[row]):.3g}: {result.value}"
-        )
+        failure = f"{call}: row {row} of {len(results)}, |f| = {float(norms[row]):.3g}: {result.value}"
         if throw:
             raise SolveError(failure)
-        if torch.is_grad_enabled() and not bool((run.relative <= LOOSE).all()):
+        if torch.is_grad_enabled() and not bool((norms <= LOOSE * first).all()):
             sentence = (
                 f"{failure} The value is no root, so the implicit function theorem gives no derivative."
             )
@@ -248,45 +249,44 @@ def _leaves_like(call: str, values: Tree, leaves: list[Tensor], form: object) ->
     return found
 
 
+@dataclass(eq=False)
 class RootProblem:
     """A function of pytrees as one of rows ``[k, n]``, one for each independent root, and its inverse at a root."""
 
-    def __init__(
-        self,
-        call: str,
-        f: Callable[[Any], Any],
-        x: Tree,
-        batch_ndim: int,
-        order: int,
-        solver: LinearSolver,
-        rtol: float,
-    ) -> None:
-        check_function(call, "f", f)
-        check_choice(f"{call}: solver", solver, ("gmres", "lu"))
-        check_number(f"{call}: rtol", rtol, 0.0)
-        check_choice(f"{call}: batch_ndim", batch_ndim, (0, 1))
-        check_count(f"{call}, order", order)
+    call: str
+    f: Callable[[Any], Any]
+    x: Tree
+    batch_ndim: int
+    order: int
+    solver: LinearSolver
+    rtol: float
+    evaluations = 0
+
+    def __post_init__(self) -> None:
+        call = self.call
+        check_function(call, "f", self.f)
+        check_choice(f"{call}: solver", self.solver, ("gmres", "lu"))
+        check_number(f"{call}: rtol", self.rtol, 0.0)
+        check_choice(f"{call}: batch_ndim", self.batch_ndim, (0, 1))
+        check_count(f"{call}, order", self.order)
         if is_transformed():
             raise ValueError(
                 f"{call}: it does not work inside a torch.func transform. Differentiate by backward()."
             )
-        leaves, self._form = tree_flatten(x)
+        leaves, self._form = tree_flatten(self.x)
         dtypes: set[object] = {leaf.dtype if is_a(leaf, Tensor) else type(leaf) for leaf in leaves}
         if len(dtypes) != 1 or not dtypes <= {*FACTORIZED}:
             raise TypeError(
                 f"{call}: the start must be a tensor, or a pytree of floating point tensors, all float32 or all "
                 f"float64, got {', '.join(map(str, dtypes)) or 'no tensor'}. Convert it, as by x0.float()."
             )
-        rows = {leaf.shape[:batch_ndim] for leaf in leaves}
-        if len(rows) > 1 or (rows == {()} and batch_ndim):
+        rows = {leaf.shape[: self.batch_ndim] for leaf in leaves}
+        if len(rows) > 1 or (rows == {()} and self.batch_ndim):
             refuse(call, "tensors [k, ...], since batch_ndim=1", [*map(list, rows)])
-        self._call, self._f, self._order, self._rtol = call, f, order, rtol
-        self._solver: LinearSolver = solver
-        self.evaluations = 0
         self._leaves = [leaf.detach() for leaf in leaves]
-        self._k = leaves[0].shape[0] if batch_ndim else 1
+        self._k = leaves[0].shape[0] if self.batch_ndim else 1
         self.start: Tensor = rows_of(self._leaves, self._k)
-        self._modules = ReachableObjects(f).modules
+        self._modules = ReachableObjects(self.f).modules
         self._random = RandomState()
 
     def tree(self, rows: Tensor) -> Any:
@@ -297,12 +297,12 @@ class RootProblem:
         """Evaluate f. Every evaluation draws the same random numbers, and buffers do not change."""
         self.evaluations += 1
         training = (module for module in self._modules if module.training)
-        higher = every_order() if self._order > 1 else nullcontext()
-        with own_buffers(training), checked_reruns(self._call), self._random.restored(), higher:
-            values = self._f(self.tree(rows))
+        higher = every_order() if self.order > 1 else nullcontext()
+        with own_buffers(training), checked_reruns(self.call), self._random.restored(), higher:
+            values = self.f(self.tree(rows))
             if self.evaluations == 1:
                 self._random.close()  # other generators are not set back
-        return rows_of(_leaves_like(self._call, values, self._leaves, self._form), self._k)
+        return rows_of(_leaves_like(self.call, values, self._leaves, self._form), self._k)
 
     def attached(self, x: Tensor, *, is_given: bool = False) -> Tensor:
         """Return the root with its derivatives. Warn if a given root is far from a root."""
@@ -315,10 +315,10 @@ class RootProblem:
         if is_given:
             self._warn_if_far(x, residual.detach())
         self._root = x
-        call = f"{self._call[:-1]}, order={{}})"
+        call = f"{self.call[:-1]}, order={{}})"
         solve_transposed = partial(self.solve, transposed=False)
-        inverse = Inverse(self.residual, self.solve, solve_transposed, self._order, None, call)
-        return attach(inverse, x, residual, self._order)
+        inverse = Inverse(self.residual, self.solve, solve_transposed, self.order, None, call)
+        return attach(inverse, x, residual, self.order)
 
     def _warn_if_far(self, x: Tensor, residual: Tensor) -> None:
         signs = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).sign()
@@ -329,7 +329,7 @@ class RootProblem:
         if bool(far.any()):
             row = int(far.int().argmax())
             warn(
-                f"{self._call}: x is no root, so its derivative is wrong. In row {row} of {len(far)}, |f| is "
+                f"{self.call}: x is no root, so its derivative is wrong. In row {row} of {len(far)}, |f| is "
                 f"{float(norms[row]):.3g}, and a change of x by 1 % changes f by {float(change[row]):.3g}. Solve for "
                 "x more accurately."
             )
@@ -338,38 +338,35 @@ class RootProblem:
     def _graph(self) -> Recorded:
         with torch.enable_grad():
             leaf = self._root.detach().requires_grad_()
-            return Recorded(self._call, [self.residual(leaf)], {"x": leaf})
+            return Recorded(self.call, [self.residual(leaf)], {"x": leaf})
 
     @cached_property
-    def _matrix(self) -> Tensor:
-        k, n = self._root.shape
-        identity = torch.eye(n, dtype=self._root.dtype, device=self._root.device)
-        rows = [self._graph.pull(row.expand(k, n).reshape(-1)).view(k, n) for row in identity]
-        return -torch.stack(rows, 1)  # [k, n, n]
+    def _transposed_matrix(self) -> Tensor:
+        return matrices_of(SeparateMatrices(partial(self._products, transposed=True)), self._root)
+
+    def _products(self, rows: Tensor, *, transposed: bool) -> Tensor:
+        """Multiply rows with minus the Jacobian, or with its transpose, without a graph."""
+        product = self._graph.pull if transposed else self._graph.push
+        return -product(rows.reshape(-1)).view(rows.shape)
 
     def solve(self, g: Tensor, *, transposed: bool = True) -> Tensor:
         """Solve with the transpose of minus the Jacobian, without a graph."""
-        with torch.no_grad():
-            g = g.detach()
-            if self._solver == "lu":
-                matrix = self._matrix.mT if transposed else self._matrix
-                found, info = linalg.solve_ex(matrix, g[:, :, None])
-                if bool(info.any()):
-                    raise SolveError(
-                        f"{self._call}: the Jacobian at the root is singular, so it has no derivative."
-                    )
-                return found[:, :, 0]
-            product = self._graph.pull if transposed else self._graph.push
-            run = gmres(
-                lambda rows: -product(rows.reshape(-1)).view(rows.shape),
-                g,
-                tolerance=max(self._rtol, torch.finfo(g.dtype).eps) * length(g),
-                max_steps=min(10 * g.shape[1], 10_000),
-            )
+        g = g.detach()
+        if self.solver == "lu":
+            matrix = self._transposed_matrix if transposed else self._transposed_matrix.mT
+            found, info = linalg.solve_ex(matrix, g[:, :, None])
+            if bool(info.any()):
+                raise SolveError(
+                    f"{self.call}: the Jacobian at the root is singular, so it has no derivative."
+                )
+            return found[:, :, 0]
+        tolerance = max(self.rtol, torch.finfo(g.dtype).eps) * length(g)
+        most = min(10 * g.shape[1], 10_000)
+        run = gmres(partial(self._products, transposed=transposed), g, tolerance=tolerance, max_steps=most)
         failed = {RESULTS[int(index)] for index in run.status} - {Result.CONVERGED}
         if failed:
             raise SolveError(
-                f"{self._call}: the linear solve of its derivative failed ({failed.pop().name}). The Jacobian may be "
+                f"{self.call}: the linear solve of its derivative failed ({failed.pop().name}). The Jacobian may be "
                 'singular or badly conditioned. Take solver="lu", a larger rtol, or another root.'
             )
         return run.x

@@ -281,19 +281,18 @@ class LBFGS(VectorOptimizer):
         self, params: Params, objective: Objective, at: Place, d: Tensor, most: int
     ) -> tuple[float, Place]:
         """Return the length and the final point of a line search."""
-        group, start = self.param_groups[0], Point(0.0, at.value, at.g.dot(d).item())
+        group, start = self.param_groups[0], Point(0.0, at.value, at.g.dot(d).item(), at)
         if not (start.is_finite and start.slope < 0 and start.slope <= -group["tolerance_change"]):
             return 0.0, at
-        places = {0.0: at}
 
         def along(length: float) -> Point:
-            place = places[length] = self._evaluated_at(params, objective, at.w.add(d, alpha=length))
-            return Point(length, place.value, place.g.dot(d).item())
+            place = self._evaluated_at(params, objective, at.w.add(d, alpha=length))
+            return Point(length, place.value, place.g.dot(d).item(), place)
 
         slack = 10 * torch.finfo(d.dtype).eps * abs(at.value)
         shortest = group["tolerance_change"] / _largest(d)
         end = strong_wolfe(along, start, slack=slack, shortest=shortest, max_eval=most)
-        return end.length, places[end.length]
+        return end.length, end.place
 
     def _evaluated_at(self, params: Params, objective: Objective, w: Tensor) -> Place:
         self._evaluations += 1
@@ -339,11 +338,12 @@ _MARGIN = 0.1
 
 
 class Point(NamedTuple):
-    """A length with its value and slope."""
+    """A length with its value and slope, and the place that they were found at."""
 
     length: float
     value: float
     slope: float
+    place: Any = None
 
     @property
     def is_finite(self) -> bool:
@@ -381,7 +381,7 @@ def strong_wolfe(
     Example:
         >>> from metagrad.optim.newton.lbfgs import Point, strong_wolfe
         >>> strong_wolfe(lambda a: Point(a, (a - 3) ** 2, 2 * (a - 3)), Point(0.0, 9.0, -6.0))
-        Point(length=1.0, value=4.0, slope=-4.0)
+        Point(length=1.0, value=4.0, slope=-4.0, place=None)
 
     References:
         Nocedal, Wright, "Numerical optimization", 2006, algorithms 3.5 and 3.6, and equation 3.59.
