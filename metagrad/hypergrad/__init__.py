@@ -3,8 +3,7 @@
 from metagrad.hypergrad.bilevel import bilevel
 from metagrad.hypergrad.differences import FiniteDifference
 from metagrad.hypergrad.hypergradient import hypergradient
-from metagrad.hypergrad.implicit import CG, Exact, FirstOrder, Neumann, Nystrom
-from metagrad.hypergrad.implicit_diff import implicit_diff
+from metagrad.hypergrad.implicit import CG, Exact, FirstOrder, Neumann, Nystrom, implicit_diff
 from metagrad.hypergrad.iterations import Anderson, Broyden, NewtonKrylov
 from metagrad.hypergrad.problem import HypergradientMethod
 from metagrad.hypergrad.root import Root, fixed_point, implicit_root, root

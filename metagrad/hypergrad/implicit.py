@@ -13,19 +13,33 @@ Methods differ in how they compute u.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
+from metagrad.autograd.derivatives.recorded import (
+    Recorded,
+    recorded_gradient,
+    rows_of,
+    split_rows,
+    tensors_of,
+)
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_count, check_number, check_positive, warn
+from metagrad.core.capture import RandomState
+from metagrad.core.checks import check_count, check_function, check_number, check_positive, is_a, warn
+from metagrad.core.norms import every_order
+from metagrad.core.substitution import checked_reruns
+from metagrad.core.tape import graph_nodes, is_transformed
 from metagrad.core.tree import Params, plus, widened, zeros_for_none
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
+from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.solvers import methods
+from metagrad.curvature.solvers.implicit import Inverse, attach
 from metagrad.curvature.solvers.iteration import Solver
 from metagrad.curvature.solvers.nystrom import nystrom
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats
@@ -34,6 +48,9 @@ from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, partia
 
 LOOSE = 1e-2
 """Residuals above this value, relative to the right-hand side, give a warning."""
+LOOSE_FOR_TASKS = 0.1
+"""The same limit for stacked tasks, whose gradients are noisy."""
+IMPLICIT_DIFF = "implicit_diff(inner_loss, params)"
 
 _NO_MINIMUM = (
     "It is not positive definite, so the parameters are at no minimum. Take more inner steps, give the inner loss a "
@@ -80,33 +97,25 @@ class ImplicitMethod:
                 values = self._differentiable(problem, values, hyper)
                 # New tensors with the same values, so partial derivatives do not go through the minimum.
                 hyper = [leaf.view_as(leaf) for leaf in hyper]
-            return self._estimate(problem, values, hyper)
-
-    def _estimate(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Derivative:
-        loss = problem.outer(values, hyper)
-        if not loss.requires_grad:
-            raise ValueError(f"{CALL}: outer_loss depends neither on params nor on hyper.")
-        slopes, direct = partials(loss, values, hyper, create_graph=problem.create_graph)
-        if self.is_zero:
-            return Derivative(zeros_for_none(direct, hyper))
-        H = _inner_hessian(problem, values, hyper)
-        b = H.space.join(list(slopes.values()))
-        solution = self.inverse(H, b)
-        mixed = H.mixed(-solution.value, hyper)
+            loss = problem.outer(values, hyper)
+            if not loss.requires_grad:
+                raise ValueError(f"{CALL}: outer_loss depends neither on params nor on hyper.")
+            slopes, direct = partials(loss, values, hyper, create_graph=problem.create_graph)
+            if self.is_zero:
+                return Derivative(zeros_for_none(direct, hyper))
+            inner = problem.inner(values, hyper)
+            H = hessian(inner, problem.wrapped(values), create_graph=problem.create_graph)
+            assert isinstance(H, HessianOperator)
+            b = H.space.join(list(slopes.values()))
+            solution = self.inverse(H, b)
+            mixed = H.mixed(-solution.value, hyper)
         gradient = [plus(*pair) for pair in zip(direct, mixed, strict=True)]
         return Derivative(gradient, solution, relative_residual(solution, b))
 
     def _differentiable(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:
-        """Return the parameters as a differentiable function of ``hyper``: a Newton step of length zero.
-
-        The gradient is zero only at the minimum. Therefore its derivative is used, but not its value.
-        """
-        H = _inner_hessian(problem, values, hyper)
-        undamped: ImplicitMethod = dataclasses.replace(self, damping=0.0)  # for any damping of u
-        step = undamped.inverse(H, H.gradient.detach() - H.gradient)
-        check_solution(CALL, step)
-        point = H.space.split(H.space.join(list(values.values())) + step.value)
-        return dict(zip(values, point, strict=True))
+        """Return the parameters as a differentiable function of ``hyper``, without the damping of u."""
+        undamped: ImplicitMethod = dataclasses.replace(self, damping=0.0)
+        return implicit_diff(lambda at: problem.inner(at, hyper), values, method=undamped, call=CREATE)
 
 
 def relative_residual(solution: Solution, b: Tensor) -> float:
@@ -134,14 +143,6 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: 
             "right-hand side, so the derivative is as far from that of the minimum. Take more steps, a higher "
             "rank, or damping."
         )
-
-
-def _inner_hessian(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> HessianOperator:
-    """Return the Hessian of the inner loss, which owns its graph."""
-    loss = problem.inner(values, hyper)
-    H = hessian(loss, problem.wrapped(values), create_graph=problem.create_graph)
-    assert isinstance(H, HessianOperator)
-    return H
 
 
 @dataclass(frozen=True)
@@ -386,3 +387,188 @@ def _approximation(value: Tensor, residuals: Tensor, result: Result, matvecs: in
     norms = linalg.vector_norm(residuals.detach(), dim=-1)
     stats = Stats((result,) * max(1, norms.numel()), torch.zeros_like(norms).long(), norms, matvecs, None)
     return Solution(value, result, stats)
+
+
+class SplitLoss(NamedTuple):
+    """A loss of a model's outputs plus a quadratic penalty. Its Gauss-Newton matrix replaces the Hessian.
+
+    Attributes:
+        losses: A scalar, or the losses ``[tasks]``, with the penalty.
+        outputs: The outputs of the model, with their graph.
+        penalty: Twice the factor of the squared distance in the penalty.
+    """
+
+    losses: Tensor
+    outputs: Tensor
+    penalty: float | Tensor
+
+
+def implicit_diff(
+    inner_loss: Callable[[Params], Tensor | SplitLoss],
+    params: Params,
+    *,
+    method: ImplicitMethod,
+    order: int = 1,
+    call: str = IMPLICIT_DIFF,
+) -> Params:
+    r"""Make the minimum of a loss differentiable by the implicit function theorem.
+
+    .. math:: \frac{d\phi^*}{d\lambda} = -\left( \frac{\partial^2 g}{\partial\phi^2} \right)^{-1}
+              \frac{\partial^2 g}{\partial\phi \, \partial\lambda}
+
+    :math:`\lambda` is every other tensor that the loss was computed from, and gradients flow to all of them. A
+    backward pass costs the products of the method and two more. The way in which the minimum was found does not
+    matter. Only the graph of one gradient is stored.
+
+    Args:
+        inner_loss: ``inner_loss(params)``, a scalar. It may also return losses ``[tasks]`` of stacked parameters, if
+            each loss depends only on its own parameters. Then the Hessians of all tasks are inverted together and
+            independently.
+        params: The minimum by name, dense floating point tensors of one dtype. Stacked tasks have ``[tasks, ...]``
+            each. A parameter that the loss does not depend on is a constant.
+        method: An inverse of the Hessian: CG, Neumann, Exact or FirstOrder with a scale. Only CG and Exact,
+            without damping, are correct at a higher order.
+        order: How often the minimum can be differentiated. Above 1, the loss is evaluated again for each order,
+            with the same random numbers.
+        call: Name of the caller in errors.
+
+    Returns:
+        Parameters with the same values, differentiable ``order`` times if grad mode is enabled. One more
+        derivative raises.
+
+    Raises:
+        TypeError: ``method`` is not an inverse of the Hessian, or ``params`` are not such tensors.
+        ValueError: The losses are neither a scalar nor one for each task, an operation has no second derivative, or
+            the method has no inverse.
+        SolveError: In the backward pass, the Hessian is not positive definite.
+
+    Example:
+        :math:`\phi^* = \lambda^2`, however it was found:
+
+        >>> lam = torch.tensor(3.0, requires_grad=True)
+        >>> def inner(params): return (params["phi"] - lam**2) ** 2
+        >>> found = metagrad.hypergrad.implicit_diff(
+        ...     inner, {"phi": torch.tensor(9.0)}, method=metagrad.hypergrad.CG()
+        ... )
+        >>> metagrad.grad(found["phi"], lam)
+        tensor(6.)
+
+    References:
+        Rajeswaran, Finn, Kakade, Levine, "Meta-learning with implicit gradients", NeurIPS 2019, section 3; Griewank,
+        Walther, "Evaluating derivatives", 2008, section 15.1.
+    """
+    check_inverse(call, method)
+    check_count(f"{call}, order", order)
+    check_function(call, "inner_loss", inner_loss)
+    check_params(call, params)
+    if not torch.is_grad_enabled():
+        return {name: p.detach() for name, p in params.items()}
+    if is_transformed():
+        raise ValueError(
+            f"{call}: inside a torch.func transform there is no autograd graph. Differentiate by backward() or "
+            "torch.autograd.grad."
+        )
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    random = RandomState()
+    # iMAML calls copies of the model, which may run again.
+    with checked_reruns(call, nested=call != IMPLICIT_DIFF):
+        losses = inner_loss(leaves)
+    random.close()
+    split = losses if isinstance(losses, SplitLoss) else None
+    losses = losses if split is None else split.losses
+    hessians = _TaskHessians(call, losses, _entering(losses, leaves) or leaves, split)
+
+    def solve(cotangents: Tensor) -> Tensor:
+        """Invert the Hessian.
+
+        A row with NaN or Inf remains unchanged, and later checks of gradients report it.
+        """
+        sound = cotangents.isfinite().all(-1, keepdim=True)
+        b = torch.where(sound, cotangents, 0.0)
+        solution = method.inverse(hessians, b)
+        check_solution(call, solution, relative_residual(solution, b), LOOSE_FOR_TASKS)
+        return torch.where(sound, solution.value, torch.nan)
+
+    if order > 1 and (not method.is_exact or getattr(method, "damping", 0.0) or split is not None):
+        raise ValueError(
+            f"{call}: order above 1 needs the inverse of the Hessian itself. Take CG or Exact, without damping, and "
+            "a loss in place of a SplitLoss."
+        )
+
+    def residual(rows: Tensor) -> Tensor:
+        with torch.enable_grad(), every_order(), random.restored():
+            again = inner_loss(hessians.by_name(rows))
+        assert isinstance(again, Tensor)
+        return -torch.autograd.grad(again.sum(), rows, create_graph=True)[0]
+
+    inverse = Inverse(residual, solve, solve, order, None, f"{call[:-1]}, order={{}})")
+    x = rows_of(hessians.leaves, hessians.num_matrices).detach()
+    found = hessians.by_name(attach(inverse, x, -hessians.slopes, order))
+    return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
+
+
+def _entering(losses: object, leaves: Params) -> Params:
+    """Return the leaves that losses were computed from. Every other leaf has no minimum and stays constant."""
+    nodes: set[Node] = set(graph_nodes([losses])) if is_a(losses, Tensor) else set()
+    return {name: leaf for name, leaf in leaves.items() if get_gradient_edge(leaf).node in nodes}
+
+
+def check_inverse(call: str, method: object) -> None:
+    """Raise unless a method is an inverse that :func:`implicit_diff` can use."""
+    if not isinstance(method, ImplicitMethod):
+        raise TypeError(
+            f"{call}: expected an implicit method, CG, Neumann, Exact or FirstOrder(scale=...) of mg.hypergrad, got "
+            f"{method!r}."
+        )
+    if method.is_zero:
+        raise ValueError(
+            f"{call}: FirstOrder() treats the minimum as a constant, so nothing is learned. Pass a scale, such as "
+            "the inner learning rate."
+        )
+
+
+class _TaskHessians:
+    """The Hessian of one loss, or of the loss of each stacked task, as a linear map of rows ``[tasks, n]``.
+
+    The Hessian of the sum is block-diagonal, so one backward pass multiplies all rows.
+    """
+
+    def __init__(self, call: str, losses: object, params: Params, split: SplitLoss | None) -> None:
+        if not isinstance(losses, Tensor) or losses.ndim > 1 or not losses.requires_grad:
+            got = tuple(losses.shape) if is_a(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"{call}: the losses must be a scalar, or one for each task, with a graph, got {got}."
+            )
+        for name, p in params.items():
+            if losses.ndim and p.shape[:1] != losses.shape:
+                raise ValueError(
+                    f"{call}: there are {len(losses)} losses, so parameters must be [{len(losses)}, ...], but "
+                    f"{name!r} is {tuple(p.shape)}."
+                )
+        self._names, self.leaves = list(params), list(params.values())
+        self.num_matrices: int = len(losses) if losses.ndim else 1
+        self.dtype: torch.dtype = self.leaves[0].dtype
+        self.device: torch.device = self.leaves[0].device
+        size = sum(leaf.numel() for leaf in self.leaves) // self.num_matrices
+        self.shape: tuple[int, int] = (size, size)
+        self._recorded = recorded_gradient(call, losses.sum(), params)
+        self.slopes: Tensor = self._rows(self._recorded.outputs)
+        self._split = split
+        if split is not None:
+            self._model = Recorded(call, [split.outputs], params)
+            self._loss = recorded_gradient(call, losses.sum(), {"outputs": split.outputs})
+
+    def by_name(self, rows: Tensor) -> Params:
+        """Return rows as parameters."""
+        return dict(zip(self._names, tensors_of(rows, self.leaves), strict=True))
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """Multiply each row with its own matrix."""
+        v = torch.cat([part.reshape(-1) for part in tensors_of(vectors, self.leaves)])
+        if self._split is None:
+            return self._rows(self._recorded.pull(v))
+        products = self._model.pull(self._loss.pull(self._model.push(v)))
+        return self._rows(products) + self._split.penalty * vectors
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        return rows_of(split_rows(flat, self.leaves), self.num_matrices)

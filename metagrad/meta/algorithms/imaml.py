@@ -12,8 +12,7 @@ from metagrad.core.checks import check_choice, check_positive
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import LossFn, Params
 from metagrad.hypergrad import CG, Nystrom
-from metagrad.hypergrad.implicit import ImplicitMethod
-from metagrad.hypergrad.implicit_diff import SplitLoss, check_inverse, implicit_diff
+from metagrad.hypergrad.implicit import ImplicitMethod, SplitLoss, check_inverse, implicit_diff
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import OF_STEPS

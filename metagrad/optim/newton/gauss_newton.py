@@ -93,7 +93,6 @@ class GaussNewton(NewtonCG):
 
     notes_losses = True
     differentiates_gradients = False
-    whole = "gauss_newton"
 
     def __init__(
         self,

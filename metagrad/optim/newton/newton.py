@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,8 +261,8 @@ class NewtonCG(VectorOptimizer):
         ...     loss = (torch.tensor([1.0, 100.0]) * (w - 3) ** 2).sum()
         ...     loss.backward()
         ...     return loss
-        >>> float(opt.step(closure)), torch.allclose(w, torch.tensor(3.0)), opt.stats["direction"]
-        (104.0, True, 'newton')
+        >>> float(opt.step(closure)), torch.allclose(w, torch.tensor(3.0)), opt.stats["ending"]
+        (104.0, True, 'CONVERGED')
 
     References:
         Martens, "Deep learning via Hessian-free optimization", ICML 2010, section 4; Nocedal, Wright, "Numerical
@@ -273,14 +273,11 @@ class NewtonCG(VectorOptimizer):
     own_to_groups = ("lr", "weight_decay", "damping")
     counts = ("max_steps",)
     fractions = ("rtol",)
-    whole: ClassVar[str] = "newton"
-    """Name of the direction of a regular step, in ``stats``."""
     _curvature_closure: Callable[[], Any] | None = None
     _more: Mapping[str, Any] = {}  # options of a subclass
-    _found: dict[str, Any] | None = (
-        None  # stats of the step in progress, with factor and addend of the damping
-    )
-    _last: dict[str, Any] | None = None  # of the last step that was written
+    # Stats of the step in progress and of the last step that was written, with factor and addend of the damping.
+    _found: dict[str, Any] | None = None
+    _last: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -308,8 +305,7 @@ class NewtonCG(VectorOptimizer):
         - ``ending`` of the solver, a name of :class:`metagrad.curvature.Result`.
         - ``ratio`` of the reductions of loss and model. NaN if the loss was not evaluated.
         - ``damping`` of the next step, in the first group.
-        - ``length`` of the step in units of its direction, by the largest step size.
-        - ``direction``: ``newton``, ``gauss_newton``, ``negative_curvature``, or ``none`` if nothing moved.
+        - ``length`` of the step in units of its direction, by the largest step size. 0 if nothing moved.
         - ``skipped``, as in all optimizers, also before the first step.
         """
         if self._last is None:
@@ -453,9 +449,6 @@ class NewtonCG(VectorOptimizer):
     ) -> PendingUpdate:
         """Return the update that a step writes, with the factor and addend of the next damping."""
         params = problem.params
-        is_negative = told["ending"] == Result.NEGATIVE_CURVATURE.name
-        direction = "negative_curvature" if is_negative else self.whole
-        told["direction"] = direction if length else "none"
         told["length"] = length * float(problem.objective.lr.max())
         self._found = {**told, "damping": damping}
         number = self._shared_states(params)[0].get("step", 0) + 1
