@@ -4,8 +4,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_263, "experiments": 10_181, "tests": 28_205}
-FILES = {"metagrad": 245, "experiments": 79}
+LINES = {"metagrad": 24_202, "experiments": 10_181, "tests": 28_205}
+FILES = {"metagrad": 244, "experiments": 79}
 
 
 @pytest.mark.parametrize("folder", LINES)
