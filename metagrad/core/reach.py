@@ -229,10 +229,10 @@ def _release(claims: list[_Claim]) -> None:
         _owners.pop(claim, None)
 
 
-def on_the_stack(*functions: Callable[..., Any]) -> bool:
-    """Return whether one of some Python functions is on the call stack of this thread."""
+def on_the_stack(*functions: Callable[..., Any], within: types.FrameType | None = None) -> bool:
+    """Return whether one of some Python functions is on the call stack of this thread, within the call of a frame."""
     codes = {getattr(function, "__code__", None) for function in functions}
     frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code not in codes:
+    while frame is not within and frame is not None and frame.f_code not in codes:
         frame = frame.f_back
-    return frame is not None
+    return frame is not within and frame is not None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
@@ -20,7 +22,22 @@ from metagrad.core.norms import every_order
 from metagrad.core.reach import Place, claimed, on_the_stack, placed
 
 _CHECKPOINT = inspect.unwrap(checkpoint)
-_blocks: list[object] = []
+
+
+@dataclasses.dataclass(eq=False)
+class _Block:
+    """A block of :func:`checked_reruns`.
+
+    Attributes:
+        frame: The frame that entered the outermost block.
+        seen: The parameters of each call of a module in the block.
+    """
+
+    frame: types.FrameType | None
+    seen: dict[nn.Module, list[list[weakref.ref[Tensor]]]] = dataclasses.field(default_factory=dict)
+
+
+_blocks: list[_Block] = []
 
 
 def tensor_places(*modules: nn.Module) -> list[tuple[Place, Tensor]]:
@@ -152,18 +169,19 @@ def checked_reruns(call: str, *, nested: bool = False) -> Generator[None]:
     if nested and not _blocks:
         yield
         return
-    seen: dict[nn.Module, list[list[weakref.ref[Tensor]]]] = {}
+    block = _Block(_blocks[0].frame if _blocks else _frame_of_with())
     outside = _torch.current_graph_task()
 
     def check(module: nn.Module, _: object) -> None:
-        if _blocks[-1] is not seen or not module._parameters:
+        if _blocks[-1] is not block or not module._parameters:
             return
         params = [p for p in module._parameters.values() if p is not None]
         if _torch.current_graph_task() == outside:
-            seen.setdefault(module, []).append(list(map(weakref.ref, params)))
-            is_wrong = not all(isinstance(p, nn.Parameter) for p in params) and on_the_stack(_CHECKPOINT)
+            block.seen.setdefault(module, []).append(list(map(weakref.ref, params)))
+            is_substituted = not all(isinstance(p, nn.Parameter) for p in params)
+            is_wrong = is_substituted and on_the_stack(_CHECKPOINT, within=block.frame)
         else:
-            known = seen.get(module, [])
+            known = block.seen.get(module, [])
             is_wrong = not all(ref() is p for refs in known for ref, p in zip(refs, params, strict=True))
         if is_wrong:
             raise RuntimeError(
@@ -173,12 +191,20 @@ def checked_reruns(call: str, *, nested: bool = False) -> Generator[None]:
             )
 
     handle = register_module_forward_pre_hook(check)
-    _blocks.append(seen)
+    _blocks.append(block)
     try:
         yield
     finally:
-        _blocks.remove(seen)
+        _blocks.remove(block)
         handle.remove()
+
+
+def _frame_of_with() -> types.FrameType | None:
+    """Return the frame whose ``with`` statement enters the context manager that calls this function."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == contextlib.__file__:
+        frame = frame.f_back
+    return frame
 
 
 class Read(NamedTuple):

@@ -124,10 +124,11 @@ def _errors(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[float, float]:
 def _numbers(tensor: Tensor) -> list[float] | Tensor:
     """Return all entries of a small tensor, or a few entries and the sum."""
     flat, size = tensor.reshape(-1), tensor.numel()
-    if size > _NUM_SAMPLES:
-        total = flat.sum(0, keepdim=True, dtype=_wide(flat) if size <= _MANY else None)
-        flat = torch.cat([flat[:: -(-size // _NUM_SAMPLES)], total])
-    return flat.tolist() if flat.is_cpu else flat
+    if size <= _NUM_SAMPLES:
+        return flat.tolist() if flat.is_cpu else flat
+    samples = flat[:: -(-size // _NUM_SAMPLES)]
+    total = flat.sum(0, keepdim=True, dtype=_wide(flat) if size <= _MANY else None)
+    return [*samples.tolist(), *total.tolist()] if flat.is_cpu else torch.cat([samples, total])
 
 
 def _wide(tensor: Tensor) -> torch.dtype | None:

@@ -1,7 +1,8 @@
 """Checkpointing schedules: which steps of a loop keep their graph, and which are recomputed.
 
 Every schedule is made of two loops. The plain loop keeps every graph. The recomputed loop keeps a state for each
-step. Nested, the recomputed loop keeps few states. In sequence, both loops fill a budget.
+step. A plain loop in each recomputed call keeps the graphs of a segment at a time. Nested, the recomputed loop keeps
+few states. In sequence, the loops fill a budget.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,10 +66,32 @@ def recomputed(
     return plain(recomputed_step, state, args, times)
 
 
+def segments(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
+    """Keep a state for each segment of the loop. A recomputed segment keeps the graphs of its steps.
+
+    The first step is measured, and the segments are as long as takes the least memory.
+    """
+    trial = Trial(step, state, args, budget=0)
+    trial.take(times[0])
+    _, length = trial.needs().segments(len(times))
+
+    def segment(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
+        call = functools.partial(plain, step, times=times)
+        return recording_call(call, (state, args), {}, name=_named(times), state=trial.shared)
+
+    parts = [times[i : i + length] for i in range(1, len(times), length)]
+    return in_turn([(trial.recomputed, times[:1]), *((segment, part) for part in parts)], step, state, args)
+
+
 def few_states(
-    step: Step, state: Tree, args: Arguments, times: range, states: int | str, within: CallState | None = None
+    step: Step,
+    state: Tree,
+    args: Arguments,
+    times: range,
+    states: int | Literal["log"],
+    within: CallState | None = None,
 ) -> Pair:
-    """Keep at most ``states`` states at a time, or as many as the memory mode ``states``. See :class:`Plan`.
+    """Keep at most ``states`` states at a time, or 2 log2(T) for ``"log"``. See :class:`Plan`.
 
     The steps between two kept states are one recomputed call. The recomputation of these steps keeps the
     remaining states. ``within`` is the state of the recomputed loop that ends with these steps, or None. The
@@ -98,8 +121,11 @@ def _as_one(states: int, shared: CallState, step: Step, state: Tree, args: Argum
     def segment(state: Tree, args: Arguments) -> Pair:
         return few_states(step, state, args, times, states, within=shared)
 
-    name = f"{_STEP} in {len(times)} steps from t={times[0]}"
-    return recording_call(segment, (state, args), {}, name=name, state=shared)
+    return recording_call(segment, (state, args), {}, name=_named(times), state=shared)
+
+
+def _named(times: range) -> str:
+    return f"{_STEP} in {len(times)} steps from t={times[0]}"
 
 
 def budgeted(
@@ -143,7 +169,7 @@ def _joined(stacked: list[Tree]) -> Tree:
 LOOPS: dict[str, Loop] = {
     "full": plain,
     "step": recomputed,
-    "sqrt": functools.partial(few_states, states="sqrt"),
+    "sqrt": segments,
     "log": functools.partial(few_states, states="log"),
 }
 
@@ -165,28 +191,34 @@ class StepBytes(NamedTuple):
     def division(self, steps: int, budget: int, loops: Container[str]) -> tuple[str, int]:
         """Return the memory mode of early steps, and the number of last steps that keep their graph.
 
-        ``"log"`` keeps the cotangents of nested calls in addition to its states.
+        ``"log"`` takes longer, and keeps the cotangents of nested calls in addition to its states.
         """
         all_graphs = self.step + (steps - 1) * self.growth
         if all_graphs <= budget:
             return "full", steps
-        counts = {
-            "step": steps,
-            "sqrt": 2 * (math.isqrt(steps - 1) + 1),
-            "log": 3 * math.ceil(math.log2(steps)),
-        }
-        sizes = {mode: count * self.state for mode, count in counts.items() if mode in loops}
-        for mode, states in sizes.items():
-            left = budget - states - self.step
+        size, length = self.segments(steps)
+        log_size = 3 * math.ceil(math.log2(steps)) * self.state
+        # A step at the end of the loop keeps its graph in place of its share of a state.
+        modes = [("sqrt", size, self.growth - self.state // length), ("log", log_size, self.growth)]
+        modes = [(mode, size, more) for mode, size, more in modes if mode in loops]
+        for mode, size, more in modes:
+            left = budget - size - self.step
             if left >= 0:
-                more = self.growth - (self.state if mode == "step" else 0)  # in place of its state
                 return mode, min(steps - 1, left // max(more, 1))
-        needed = min(all_graphs, self.step + min(sizes.values()))
+        needed = min(all_graphs, self.step + min(size for _, size, _ in modes))
         raise BudgetError(
             f"unroll(..., memory={budget}): one step needs {self.step} bytes, and {steps} steps keep "
             f"{needed - self.step} bytes besides, so the budget must be at least {needed} bytes. Raise it, or take "
             "fewer or smaller steps."
         )
+
+    def segments(self, steps: int) -> tuple[int, int]:
+        """Return the bytes of states and graphs of a loop in segments besides one step, and the steps of a segment.
+
+        Segments of L steps take :math:`s T / L + g L` bytes, for states of s bytes and graphs of g bytes.
+        """
+        length = max(round(math.sqrt(steps * self.state / self.growth)), 1)
+        return -(-steps // length) * self.state + (length - 1) * self.growth, length
 
 
 class Trial:

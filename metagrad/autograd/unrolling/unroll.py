@@ -43,15 +43,19 @@ def unroll(
     ========= ================================= ======================================================
     "full"    the graph of every step           none
     "step"    one state for each step           each step once more in the backward pass, at every order
-    "sqrt"    :math:`2 \sqrt{T}` states          each step twice more
+    "sqrt"    a state for each segment of the   each step once more in the backward pass
+              loop, and the graphs of one segment
     "log"     :math:`2 \log_2 T` states         each step 2 to 3.5 times more, for T up to 10,000
-    bytes     as much as fits                   early steps as "step", "sqrt" or "log", last steps none
-    "auto"    as much as fits the free memory   early steps as "step", "sqrt" or "log", last steps none
+    bytes     as much as fits                   early steps as "sqrt" or "log", last steps none
+    "auto"    as much as fits the free memory   early steps as "sqrt" or "log", last steps none
     ========= ================================= ======================================================
 
     All memory modes return the same values and the same gradients of any order. ``"step"``, ``"sqrt"`` and ``"log"``
     are gradient checkpointing. A recomputed step that does not repeat its computation raises an error, see
     :func:`metagrad.checkpoint`.
+
+    ``"sqrt"`` measures the first step and chooses the length of the segments that takes the least memory, about
+    :math:`2 \sqrt{T s g}` bytes for states of s bytes and graphs of g bytes. This is at most about what ``"step"`` takes.
 
     A budget is a number of bytes or a string such as ``"512MiB"``. The storages that the graphs, states and aux of
     the first two steps hold are measured. All graphs are stored if they fit. Stored graphs and states stay below the
@@ -143,7 +147,7 @@ def unroll(
         return in_turn(pieces, step, state, Arguments(args, rows))
 
     def checked_loop(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
-        is_recomputed = (states or mode in ("step", "sqrt", "log")) and cannot_recompute() is None
+        is_recomputed = (states or mode in ("step", "log")) and cannot_recompute() is None
         return run_loop(_checked(step, not is_recomputed), _views(state), args, times, mode, states)
 
     eager = functools.partial(run, checked_loop)

@@ -275,7 +275,7 @@ def test_what_does_not_repeat_is_an_error_that_says_what_differs(case, form, ord
         y, name = mg.checkpoint(function, x), r"checkpoint\(fn, ...\)"
     else:
         y, name = (
-            mg.unroll(lambda s, t: (function(s), None), x, steps=4, memory=form)[0],
+            mg.unroll(lambda s, t: (function(s), None), x, steps=5, memory=form)[0],
             r"unroll\(step, ...\)",
         )
     with pytest.raises(RuntimeError, match=rf"(?s){name}.*({message if form == 'checkpoint' else ''})"):
