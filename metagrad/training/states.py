@@ -108,8 +108,6 @@ class FolderStates(MutableMapping[int, State]):
 
     def __delitem__(self, t: int) -> None:
         """Remove a file."""
-        if t not in self:
-            raise KeyError(t)
         self._path(t).unlink()
 
     def __iter__(self) -> Iterator[int]:
@@ -120,11 +118,6 @@ class FolderStates(MutableMapping[int, State]):
 
     def __contains__(self, t: object) -> bool:
         return isinstance(t, int) and self._path(t).exists()
-
-    def pop(self, t: int, default: Any = None) -> Any:
-        """Remove a file without reading it."""
-        self._path(t).unlink(missing_ok=True)
-        return default
 
     @property
     def reverse_path(self) -> Path:

@@ -270,15 +270,12 @@ class Training:
         if weights is None:
             return like.detach().new_ones(self.num_examples)
         check_type("Training(...)(weights)", weights, Tensor)
-        if weights.ndim == 0 or len(weights) != self.num_examples or not weights.is_floating_point():
+        has_size = weights.ndim > 0 and len(weights) == self.num_examples
+        if not has_size or not weights.is_floating_point() or weights.device != like.device:
             refuse(
                 "Training(...)(weights)",
-                f"a floating point tensor [{self.num_examples}] or [{self.num_examples}, ...]",
-                f"{weights.dtype} of shape {tuple(weights.shape)}",
-            )
-        if weights.device != like.device:
-            refuse(
-                "Training(...)(weights)", f"a tensor on {like.device}, as the parameters", str(weights.device)
+                f"a floating point tensor [{self.num_examples}] or [{self.num_examples}, ...] on {like.device}",
+                f"{weights.dtype} of shape {tuple(weights.shape)} on {weights.device}",
             )
         return weights
 
@@ -301,11 +298,10 @@ class Trained:
         self.training = training
         self.trajectory = trajectory
         final = trajectory.final
-        names = [*final.params, *final.buffers]
         *tensors, self.losses = _Trained.apply(trajectory, *trajectory.leaves.flat())
-        values = dict(zip(names, tensors, strict=True))
-        self.params: Params = {name: values[name] for name in final.params}
-        self.buffers: Params = {name: values[name] for name in final.buffers}
+        values = iter(tensors)
+        self.params: Params = {name: next(values) for name in final.params}
+        self.buffers: Params = {name: next(values) for name in final.buffers}
         self.optimizer_state = final.optimizer
         self.weights = trajectory.inputs.weights
         self.report: Report = trajectory.report

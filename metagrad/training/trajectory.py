@@ -299,7 +299,7 @@ class SavedSweep:
             return begin, after, total
         begin = content["step"]
         for t in [t for t in self.states if t >= begin and t]:
-            self.states.pop(t)
+            del self.states[t]
         device = self.states.devices[0]
         after, total = (tree_map_only(Tensor, lambda x: x.to(device), content[k]) for k in ("after", "total"))
         return begin, StateCotangents(*after), Leaves(*total)

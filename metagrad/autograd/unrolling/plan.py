@@ -118,8 +118,8 @@ class Reversal(Generic[S]):
     def __iter__(self) -> Iterator[tuple[int, S]]:
         for t in reversed(range(self.begin)):
             yield t, self._state_before(t)
-            if t:
-                self.kept.pop(t, None)
+            if t in self.kept and t:
+                del self.kept[t]
 
     def _state_before(self, t: int) -> S:
         """Return the state before step ``t``, and keep states on the way to it."""
