@@ -143,7 +143,8 @@ class Influence:
         data = [inputs.examples.batch(some) for some in rows]
 
         def loss_fn(output: Tree, target: Tree) -> Tensor:
-            return trained.training.step.loss_fn(output, target).mean()
+            value = trained.training.step.loss_fn(output, target)
+            return value.mean() if value.ndim else value
 
         def measured(params: Params) -> Tensor:
             return metrics(trained.training.model.bound(params, final.buffers))

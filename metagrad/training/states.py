@@ -69,6 +69,7 @@ class FolderStates(MutableMapping[int, State]):
 
     Attributes:
         losses: The losses of the steps before the last state.
+        reverse_path: Path of the file of an interrupted backward pass.
 
     Raises:
         ValueError: The folder has the states of another training run, or a file is damaged.
@@ -77,6 +78,7 @@ class FolderStates(MutableMapping[int, State]):
 
     def __init__(self, folder: Path, first: State, identity: int) -> None:
         self.folder = folder
+        self.reverse_path = folder / "reverse.pt"
         self.identity = identity
         self.devices = [t.device for t in dissect(first)[0]]
         self.spec = tree_flatten(first)[1]
@@ -118,11 +120,6 @@ class FolderStates(MutableMapping[int, State]):
 
     def __contains__(self, t: object) -> bool:
         return isinstance(t, int) and self._path(t).exists()
-
-    @property
-    def reverse_path(self) -> Path:
-        """Path of the file of an interrupted backward pass."""
-        return self.folder / "reverse.pt"
 
     def write(self, path: Path, content: dict[str, Any]) -> None:
         """Write a file atomically, with a checksum."""

@@ -614,7 +614,7 @@ WRONG = {
     ),
     "order": ({"order": torch.full((2, 2), 99), "epochs": None}, ValueError, "indices from 0 to 13"),
     "shape": ({"weights": torch.ones(3)}, ValueError, "14"),
-    "device": ({"weights": torch.ones(14, device="meta")}, ValueError, "a tensor on cpu"),
+    "device": ({"weights": torch.ones(14, device="meta")}, ValueError, "] on cpu"),
     "params": ({"params": {}}, ValueError, "trained parameters"),
     "a budget": ({"memory": 10}, ValueError, "less than one state"),
 }
