@@ -208,11 +208,8 @@ def test_errors(through, norm, message):
         meta_gradient(model, norm=norm)
 
 
-@pytest.mark.parametrize("memory", ["full", "step"])
-@pytest.mark.parametrize("through", [again, reversed_, mg.checkpoint])
-def test_modules_of_a_step_that_the_user_writes(through, memory):
-    """``torch.func.functional_call`` substitutes parameters only during the forward pass."""
-    model = Blocks(nn.Linear(3, 5), nn.Linear(5, 2), through=through).double()
+def trained(model, memory, *params):
+    """Return the last loss of a few steps from some parameters."""
     (x, y), _ = batch()
 
     def step(params, t):
@@ -220,9 +217,18 @@ def test_modules_of_a_step_that_the_user_writes(through, memory):
         grads = mg.grad(loss, params, create_graph=True)
         return {name: p - 0.3 * grads[name] for name, p in params.items()}, loss
 
+    state = dict(zip(dict(model.named_parameters()), params, strict=True))
+    return mg.unroll(step, state, steps=3, memory=memory)[1][-1]
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("through", [again, reversed_, mg.checkpoint])
+def test_modules_of_a_step_that_the_user_writes(through, memory):
+    """``torch.func.functional_call`` substitutes parameters only during the forward pass."""
+    model = Blocks(nn.Linear(3, 5), nn.Linear(5, 2), through=through).double()
+
     def last_loss():
-        loss = mg.unroll(step, dict(model.named_parameters()), steps=3, memory=memory)[1][-1]
-        return torch.autograd.grad(loss, list(model.parameters()))
+        return torch.autograd.grad(trained(model, memory, *model.parameters()), list(model.parameters()))
 
     if through is mg.checkpoint:
         found, model.through = last_loss(), lambda block, x: block(x)
@@ -232,6 +238,17 @@ def test_modules_of_a_step_that_the_user_writes(through, memory):
             RuntimeError, match=r"unroll\(step, \.\.\.\): Linear runs again.*metagrad\.checkpoint"
         ):
             last_loss()
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+def test_a_checkpoint_around_a_whole_loop(memory):
+    """It repeats the loop, which puts the parameters of each step into the model again."""
+    model = Blocks(nn.Linear(3, 5), nn.Linear(5, 2)).double()
+    params = list(model.parameters())
+    loss = checkpoint(functools.partial(trained, model, memory), *params, use_reentrant=False)
+    assert_close(
+        torch.autograd.grad(loss, params), torch.autograd.grad(trained(model, "full", *params), params)
+    )
 
 
 def response(loss, params, data):
