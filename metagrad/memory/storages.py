@@ -95,6 +95,7 @@ class StorageCounter:
 
     Attributes:
         total: Bytes alive.
+        allocated: Bytes that were allocated.
         peak: Maximum of `total`.
         window_peak: Maximum of `total` since `reset_window`.
         slot: Slot of the current phase, which counts new storages.
@@ -103,6 +104,7 @@ class StorageCounter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.total: int = 0
+        self.allocated: int = 0
         self.peak: int = 0
         self.window_peak: int = 0
         self.slot: Slot = Slot()
@@ -151,6 +153,7 @@ class StorageCounter:
         known = _Known(storage, self._died)
         known.key, known.nbytes, known.slot = storage._cdata, storage.nbytes(), self.slot
         self._known[known.key] = known
+        self.allocated += known.nbytes
         self._change(known.slot, known.nbytes)
 
     def _resize(self, known: _Known, nbytes: int) -> None:

@@ -69,11 +69,13 @@ def recomputed(
 def segments(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
     """Keep a state for each segment of the loop. A recomputed segment keeps the graphs of its steps.
 
-    The first step is measured, and the segments are as long as takes the least memory.
+    The length of the segments minimizes the memory of graphs that hold all that the first step allocates. A real
+    graph holds less, but its size depends on hooks on saved tensors. :func:`torch.utils.checkpoint.checkpoint` runs
+    a loop twice with different hooks, and both runs need the same segments.
     """
     trial = Trial(step, state, args, budget=0)
     trial.take(times[0])
-    _, length = trial.needs().segments(len(times))
+    _, length = trial.needs()._replace(growth=trial.counter.allocated).segments(len(times))
 
     def segment(step: Step, state: Tree, args: Arguments, times: range) -> Pair:
         call = functools.partial(plain, step, times=times)
@@ -213,11 +215,11 @@ class StepBytes(NamedTuple):
         )
 
     def segments(self, steps: int) -> tuple[int, int]:
-        """Return the bytes of states and graphs of a loop in segments besides one step, and the steps of a segment.
+        """Return the bytes that a loop in segments needs in addition to one step, and the length of a segment.
 
-        Segments of L steps take :math:`s T / L + g L` bytes, for states of s bytes and graphs of g bytes.
+        Segments of L steps need :math:`s T / L + g L` bytes, for states of s bytes and graphs of g bytes.
         """
-        length = max(round(math.sqrt(steps * self.state / self.growth)), 1)
+        length = max(round(math.sqrt(steps * self.state / max(self.growth, 1))), 1)
         return -(-steps // length) * self.state + (length - 1) * self.growth, length
 
 

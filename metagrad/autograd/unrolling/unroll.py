@@ -54,9 +54,8 @@ def unroll(
     are gradient checkpointing. A recomputed step that does not repeat its computation raises an error, see
     :func:`metagrad.checkpoint`.
 
-    ``"sqrt"`` measures the first step and chooses the length of the segments that takes the least memory. This is
-    about :math:`2 \sqrt{T s g}` bytes for states of s bytes and graphs of g bytes, and at most about what ``"step"``
-    takes.
+    ``"sqrt"`` measures the first step and chooses the length of the segments. They need about
+    :math:`2 \sqrt{T s g}` bytes for states of s bytes and graphs of g bytes. ``"step"`` needs at least about as much.
 
     A budget is a number of bytes or a string such as ``"512MiB"``. The storages that the graphs, states and aux of
     the first two steps hold are measured. All graphs are stored if they fit. Stored graphs and states stay below the

@@ -40,7 +40,7 @@ def peak(memory, steps: int, states: int | None = None) -> tuple[int, torch.Tens
 
 
 def growth(memory, few, many) -> float:
-    """Return the bytes by which the peak grows from few to many steps."""
+    """Return the growth of the peak from few to many steps, in bytes."""
     peak(memory, few)  # from now on the derivative of a step is known, and needs less
     return peak(memory, many)[0] - peak(memory, few)[0]
 
@@ -84,7 +84,7 @@ def test_square_root_memory_calls_a_step_at_most_twice(steps):
 
 
 def first_derivative_and_calls(steps, **given):
-    """Return a derivative, whose own derivative is compared with that of "full", and the calls of the step."""
+    """Return a derivative and the number of calls of the step. Check the next derivative against "full"."""
     calls = []
     w = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
 
