@@ -4,7 +4,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_219, "experiments": 10_181, "tests": 28_225}
+LINES = {"metagrad": 24_221, "experiments": 10_181, "tests": 28_225}
 FILES = {"metagrad": 244, "experiments": 79}
 
 
