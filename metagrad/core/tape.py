@@ -34,6 +34,15 @@ def is_transformed() -> bool:
     return _torch.functorch_is_active()
 
 
+def refuse_transforms(call: str) -> None:
+    """Raise ``ValueError`` if a torch.func transform is active."""
+    if is_transformed():
+        raise ValueError(
+            f"{call}: inside a torch.func transform there is no autograd graph. Call it outside, and differentiate "
+            "its result by backward() or torch.autograd.grad."
+        )
+
+
 def is_differentiated() -> bool:
     """Return whether a differentiating transform is active, which silently gives constants a derivative of zero."""
     return is_transformed() and any(kind != _torch.TransformType.Vmap for kind in _kinds())

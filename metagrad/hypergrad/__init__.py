@@ -1,13 +1,12 @@
 """Derivatives of minima, roots and fixed points, and of losses at them."""
 
 from metagrad.hypergrad.bilevel import bilevel
-from metagrad.hypergrad.differences import FiniteDifference
 from metagrad.hypergrad.hypergradient import hypergradient
 from metagrad.hypergrad.implicit import CG, Exact, FirstOrder, Neumann, Nystrom, implicit_diff
 from metagrad.hypergrad.iterations import Anderson, Broyden, NewtonKrylov
 from metagrad.hypergrad.problem import HypergradientMethod
 from metagrad.hypergrad.root import Root, fixed_point, implicit_root, root
-from metagrad.hypergrad.unroll import Unroll
+from metagrad.hypergrad.unroll import FiniteDifference, Unroll
 
 __all__ = [
     "CG",

@@ -131,7 +131,7 @@ def bilevel(
     if callback is not None:
         check_function(CALL, "callback", callback)
     method = checked(CG() if method is None else method)
-    streams = [None if batches is None else _cycled(batches) for batches in (outer_batches, inner_batches)]
+    outers, inners = _losses(outer_loss, outer_batches), _losses(inner_loss, inner_batches)
     draws = callable(params) and not isinstance(params, torch.nn.Module)  # a ParameterDict is callable
     if draws and warm_start:
         raise ValueError(
@@ -161,8 +161,8 @@ def bilevel(
             first = dataclasses.replace(first, params=begin(step))
             lower = _Level("inner", inner, first.variables())
         for _ in range(inner_steps):
-            lower.descend(here(outer_loss, _with_batch(inner_loss, streams[1])))
-        problem = here(_with_batch(outer_loss, streams[0]), _with_batch(inner_loss, streams[1]))
+            lower.descend(here(outer_loss, next(inners)))
+        problem = here(next(outers), next(inners))
         values = problem.variables(), problem.hyper_leaves()
         with torch.no_grad():
             outer_losses.append(problem.outer(*values))
@@ -174,16 +174,24 @@ def bilevel(
     return BilevelResult(last.params, last.hyper, torch.stack(outer_losses), torch.stack(inner_losses))
 
 
-def _with_batch(loss: Loss, batches: Iterator[Any] | None) -> Loss:
-    """Give the next batch to a loss, if there are batches."""
-    if batches is None:
-        return loss
-    batch = next(batches)
+def _losses(loss: Loss, batches: Iterable[Any] | None) -> Iterator[Loss]:
+    """Yield the loss of each batch forever, or the loss itself if there are no batches."""
 
-    def of_batch(params: Any, hyper: Any) -> Tensor:
+    def of_batch(batch: Any, params: Any, hyper: Any) -> Tensor:
         return loss(params, hyper, batch)
 
-    return of_batch
+    while batches is None:
+        yield loss
+    while True:
+        is_empty = True
+        for batch in batches:
+            is_empty = False
+            yield partial(of_batch, batch)
+        if is_empty:
+            raise ValueError(
+                f"{CALL}: the batches are at their end, and there are none when iterated over again. Pass a list or "
+                "a DataLoader, no iterator."
+            )
 
 
 class _Level:
@@ -236,17 +244,3 @@ class _Level:
     def _move(self, values: Params, state: Any) -> None:
         self.values = {name: v.detach().requires_grad_() for name, v in values.items()}
         self.state = detached(state)
-
-
-def _cycled(batches: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over batches forever."""
-    while True:
-        is_empty = True
-        for batch in batches:
-            is_empty = False
-            yield batch
-        if is_empty:
-            raise ValueError(
-                f"{CALL}: the batches are at their end, and there are none when iterated over again. Pass a list or "
-                "a DataLoader, no iterator."
-            )

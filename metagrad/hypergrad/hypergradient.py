@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.core.checks import refuse
-from metagrad.core.tape import is_transformed
+from metagrad.core.tape import refuse_transforms
 from metagrad.core.tree import Tree, leaf_names, tree_leaves
 from metagrad.hypergrad.implicit import CG, check_solution
 from metagrad.hypergrad.problem import CALL, BilevelLoss, Derivative, HypergradientMethod, Parameters, Problem
@@ -73,11 +73,7 @@ def hypergradient(
         Bengio, "Gradient-based optimization of hyperparameters", Neural Computation 12(8), 2000; Grazzi, Franceschi,
         Pontil, Salzo, "On the iteration complexity of hypergradient computation", ICML 2020.
     """
-    if is_transformed():
-        raise ValueError(
-            "hypergradient(...): inside a torch.func transform there is no autograd graph. Pass create_graph=True, "
-            "and differentiate the result by metagrad.grad."
-        )
+    refuse_transforms(CALL)
     problem = Problem(outer_loss, inner_loss, params, hyper, create_graph)
     return completed(problem, checked(CG() if method is None else method).estimate(problem))
 

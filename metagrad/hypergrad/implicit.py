@@ -33,7 +33,7 @@ from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_count, check_function, check_number, check_positive, is_a, warn
 from metagrad.core.norms import every_order
 from metagrad.core.substitution import checked_reruns
-from metagrad.core.tape import graph_nodes, is_transformed
+from metagrad.core.tape import graph_nodes, refuse_transforms
 from metagrad.core.tree import Params, plus, widened, zeros_for_none
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
@@ -463,11 +463,7 @@ def implicit_diff(
     check_params(call, params)
     if not torch.is_grad_enabled():
         return {name: p.detach() for name, p in params.items()}
-    if is_transformed():
-        raise ValueError(
-            f"{call}: inside a torch.func transform there is no autograd graph. Differentiate by backward() or "
-            "torch.autograd.grad."
-        )
+    refuse_transforms(call)
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     random = RandomState()
     # iMAML calls copies of the model, which may run again.

@@ -27,14 +27,6 @@ class Iterate(NamedTuple):
     f: Tensor  # [k, n]
 
 
-class RootRun(NamedTuple):
-    """The result of an iteration, row by row."""
-
-    end: Iterate
-    steps: Tensor  # int64 [k]
-    status: Tensor  # index into RESULTS, int64 [k]
-
-
 class RootMethod(Protocol):
     """A method that computes the steps of an iteration."""
 
@@ -43,8 +35,14 @@ class RootMethod(Protocol):
         ...
 
 
-def iterated(f: Rows, method: RootMethod, start: Iterate, tolerance: Tensor, max_steps: int) -> RootRun:
-    """Iterate until the norm of the residual of each row is at most its tolerance, ``[k]``."""
+def iterated(
+    f: Rows, method: RootMethod, start: Iterate, tolerance: Tensor, max_steps: int
+) -> tuple[Iterate, Tensor, Tensor]:
+    """Iterate until the norm of the residual of each row is at most its tolerance, ``[k]``.
+
+    Returns:
+        The last iterate, and for each row the number of steps and the index into RESULTS, int64 ``[k]``.
+    """
     step, now = method.begin(f), start
     status = begun(now.f, tolerance)
     steps = torch.zeros_like(status)
@@ -60,7 +58,7 @@ def iterated(f: Rows, method: RootMethod, start: Iterate, tolerance: Tensor, max
         now = Iterate(*(torch.where(sound[:, None], a, b) for a, b in zip(found, now, strict=True)))
         steps = steps + active
         status = fill(status, length(now.f) <= tolerance, Result.CONVERGED)
-    return RootRun(now, steps, ended(status))
+    return now, steps, ended(status)
 
 
 @dataclass(frozen=True)

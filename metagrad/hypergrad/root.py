@@ -18,7 +18,7 @@ from metagrad.core.checks import check_choice, check_count, check_function, chec
 from metagrad.core.norms import every_order
 from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import checked_reruns, own_buffers
-from metagrad.core.tape import is_transformed
+from metagrad.core.tape import refuse_transforms
 from metagrad.core.tree import Tree, tree_flatten, tree_unflatten
 from metagrad.curvature.linear_map import FACTORIZED, SeparateMatrices
 from metagrad.curvature.solvers.gmres import gmres
@@ -138,10 +138,10 @@ def root(
         start = Iterate(problem.start, problem.residual(problem.start))
         first = length(start.f)
         tolerance = (rtol * first).clamp_min(atol)
-        run = iterated(problem.residual, method or NewtonKrylov(), start, tolerance, max_steps)
-    results = tuple(RESULTS[int(index)] for index in run.status)
-    result, x, norms = overall(results), run.end.x, length(run.end.f)
-    stats = RootStats(results, run.steps, norms, problem.evaluations)
+        end, steps, status = iterated(problem.residual, method or NewtonKrylov(), start, tolerance, max_steps)
+    results = tuple(RESULTS[int(index)] for index in status)
+    result, x, norms = overall(results), end.x, length(end.f)
+    stats = RootStats(results, steps, norms, problem.evaluations)
     if not result.is_success:
         row = results.index(result)
         failure = f"{call}: row {row} of {len(results)}, |f| = {float(norms[row]):.3g}: {result.value}"
@@ -269,10 +269,7 @@ class RootProblem:
         check_number(f"{call}: rtol", self.rtol, 0.0)
         check_choice(f"{call}: batch_ndim", self.batch_ndim, (0, 1))
         check_count(f"{call}, order", self.order)
-        if is_transformed():
-            raise ValueError(
-                f"{call}: it does not work inside a torch.func transform. Differentiate by backward()."
-            )
+        refuse_transforms(call)
         leaves, self._form = tree_flatten(self.x)
         dtypes: set[object] = {leaf.dtype if is_a(leaf, Tensor) else type(leaf) for leaf in leaves}
         if len(dtypes) != 1 or not dtypes <= {*FACTORIZED}:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from metagrad.core.checks import check_choice, check_positive
-from metagrad.core.tape import is_transformed
+from metagrad.core.tape import refuse_transforms
 from metagrad.core.tree import LossFn, Params
 from metagrad.hypergrad import CG, Nystrom
 from metagrad.hypergrad.implicit import ImplicitMethod, SplitLoss, check_inverse, implicit_diff
@@ -133,11 +133,7 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
         _check_rule(self.inner)
 
     def _inner_loop(self, steps: int, tasks: Tasks) -> InnerLoop:
-        if is_transformed():
-            raise RuntimeError(
-                "iMAML(batch): there must be no torch.func transform around it. Differentiate imaml(batch).loss by "
-                "torch.autograd.grad."
-            )
+        refuse_transforms("iMAML(batch)")
         inner = super()._inner_loop(steps, tasks)
         return dataclasses.replace(
             inner, rule=_ProximalOptimizer(inner.rule, self.proximal), minimum=self._at_minimum

@@ -125,9 +125,7 @@ class DenseSystem:
 
     def direction(self) -> Tensor:
         """Return the step of the factorized system, ``[n]``."""
-        if self._is_by_rows:
-            return -(self.rows.mT @ self._solve(self.values))
-        return -self._solve(self._g)
+        return -(self._inverse(self.values) if self._is_by_rows else self._solve(self._g))
 
     def acceleration(self, w: Tensor, d: Tensor) -> Tensor:
         r"""Return the geodesic acceleration of a step, or zeros if it is too long to be trusted.
@@ -141,10 +139,7 @@ class DenseSystem:
         """
         h = _DIFFERENCE
         curved = 2 / h * ((self.at(w + h * d) - self.values) / h - self.rows @ d)
-        solved = (
-            self.rows.mT @ self._solve(curved) if self._is_by_rows else self._solve(self.rows.mT @ curved)
-        )
-        a = -solved / 2
+        a = -self._inverse(curved) / 2
         is_trusted = linalg.vector_norm(a) <= _LONGEST * linalg.vector_norm(d)
         return torch.where(is_trusted, a, 0.0)
 
@@ -162,6 +157,12 @@ class DenseSystem:
         """Return the loss of the residuals, here or at another vector of parameters."""
         values = self.values if w is None else self.at(w)
         return float(values.dot(values)) / 2
+
+    def _inverse(self, values: Tensor) -> Tensor:
+        r"""Multiply residuals by :math:`(J^\top J + \lambda I)^{-1} J^\top`."""
+        if self._is_by_rows:
+            return self.rows.mT @ self._solve(values)
+        return self._solve(self.rows.mT @ values)
 
     def _solve(self, b: Tensor) -> Tensor:
         return torch.cholesky_solve(b[:, None], self._factor)[:, 0]

@@ -352,12 +352,7 @@ class Point(NamedTuple):
 
 
 def strong_wolfe(
-    along: Callable[[float], Point],
-    start: Point,
-    *,
-    slack: float = 0.0,
-    shortest: float = 0.0,
-    max_eval: int = 25,
+    along: Callable[[float], Point], start: Point, *, slack: float, shortest: float, max_eval: int
 ) -> Point:
     r"""Find a length that satisfies the strong Wolfe conditions.
 
@@ -380,7 +375,8 @@ def strong_wolfe(
 
     Example:
         >>> from metagrad.optim.newton.lbfgs import Point, strong_wolfe
-        >>> strong_wolfe(lambda a: Point(a, (a - 3) ** 2, 2 * (a - 3)), Point(0.0, 9.0, -6.0))
+        >>> options = {"slack": 0.0, "shortest": 0.0, "max_eval": 25}
+        >>> strong_wolfe(lambda a: Point(a, (a - 3) ** 2, 2 * (a - 3)), Point(0.0, 9.0, -6.0), **options)
         Point(length=1.0, value=4.0, slope=-4.0, place=None)
 
     References:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.recorded import Recorded
+from metagrad.autograd.derivatives.recorded import Product, Recorded
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_number, check_positive
 from metagrad.core.substitution import own_buffers
@@ -90,13 +90,7 @@ class Curvature:
 
 
 def conjugate_gradients(
-    multiply: Callable[[Tensor], Tensor],
-    b: Tensor,
-    *,
-    x0: Tensor | None = None,
-    rtol: float = 1e-10,
-    progress: float | None = None,
-    max_steps: int = 250,
+    multiply: Product, b: Tensor, x0: Tensor | None, rtol: float, progress: float | None, max_steps: int
 ) -> Run:
     r"""Minimize :math:`\phi(x) = x^\top A x / 2 - b^\top x` by conjugate gradients.
 
@@ -107,7 +101,7 @@ def conjugate_gradients(
     Args:
         multiply: Multiplies a vector with A.
         b: The right-hand side.
-        x0: Initial solution, unless it is worse than 0.
+        x0: Initial solution, unless it is worse than 0. None means 0.
         rtol: Relative tolerance of the residual, at least the precision of the dtype.
         progress: Stop at step i when :math:`\phi` fell by less than :math:`k \epsilon |\phi|` in the last
             :math:`k = \max(10, i / 10)` steps. None disables this rule.
@@ -118,7 +112,8 @@ def conjugate_gradients(
 
     Example:
         >>> from metagrad.optim.newton.newton import conjugate_gradients
-        >>> found = conjugate_gradients(lambda v: v * torch.tensor([1.0, 4.0]), torch.tensor([2.0, 4.0]))
+        >>> scales, b = torch.tensor([1.0, 4.0]), torch.tensor([2.0, 4.0])
+        >>> found = conjugate_gradients(lambda v: v * scales, b, None, 1e-10, None, 250)
         >>> found.x.round(decimals=4), int(found.steps)
         (tensor([[2., 1.]]), 2)
 
@@ -132,13 +127,9 @@ def conjugate_gradients(
         residual, spent = b - multiply(x0), 1
         if float(x0.dot(b + residual)) > 0:
             x, r = x0, residual
-    run = CG(progress, follows_negative=True).run(
-        lambda rows: multiply(rows[0])[None],
-        Start(b[None], x[None], r[None]),
-        precondition=None,
-        tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * linalg.vector_norm(b).reshape(1),
-        max_steps=max_steps,
-    )
+    solver, start = CG(progress, follows_negative=True), Start(b[None], x[None], r[None])
+    tolerance = max(rtol, 2 * torch.finfo(b.dtype).eps) * linalg.vector_norm(b).reshape(1)
+    run = solver.run(lambda rows: multiply(rows[0])[None], start, None, tolerance, max_steps)
     return run._replace(matvecs=run.matvecs + spent)
 
 
@@ -387,8 +378,8 @@ class NewtonCG(VectorOptimizer):
         run = conjugate_gradients(
             lambda v: problem.multiply(v) + damping * v,
             -problem.g,
-            x0=None if start is None else float(group["warm_start"]) * start,
-            **{rule: group[rule] for rule in ("rtol", "progress", "max_steps")},
+            None if start is None else float(group["warm_start"]) * start,
+            *(group[rule] for rule in ("rtol", "progress", "max_steps")),
         )
         step = self._step(problem, run, damping)
         length, ratio = 1.0, math.nan
@@ -403,9 +394,8 @@ class NewtonCG(VectorOptimizer):
         change = self._change(problem, step.d, length, (factor, added), told)
         for key, part in split(run.x[0], params).items() if group["warm_start"] else ():
             change.states[key]["solution"] = part
-        is_finite = result is not Result.NON_FINITE and math.isfinite(step.curved)
-        used = {"the curvature": run.x.new_tensor(0.0 if is_finite else math.nan)}
-        yield dataclasses.replace(change, used=used)
+        curved = math.nan if result is Result.NON_FINITE else step.curved
+        yield dataclasses.replace(change, used={"the curvature": run.x.new_tensor(curved)})
 
     def _problem(self, work: ParamsWithGrad) -> Problem:
         params, group = work.params, self.param_groups[0]

@@ -273,5 +273,5 @@ def test_a_network_far_from_a_minimum_has_a_gauss_newton_matrix_that_is_positive
 def test_transforms_around_it_are_refused():
     imaml = make()
     params = dict(imaml.named_parameters())
-    with pytest.raises(RuntimeError, match=r"must be no torch\.func transform around it"):
+    with pytest.raises(ValueError, match=r"iMAML\(batch\): inside a torch\.func transform"):
         torch.func.grad(lambda p: torch.func.functional_call(imaml, p, (batch(),)).loss)(params)

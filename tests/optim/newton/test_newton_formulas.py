@@ -188,31 +188,35 @@ def test_float16_multiplies_vectors_of_size_one(scale):
 # Conjugate gradients
 
 
+def solved(multiply, b, x0=None, rtol=1e-10, max_steps=250):
+    return conjugate_gradients(multiply, b, x0, rtol, None, max_steps)
+
+
 def test_conjugate_gradients_solve():
     M, b = matrix_of("flat", 8), torch.linspace(-1, 2, 8, dtype=F64)
-    found = conjugate_gradients(lambda v: M @ v, b, rtol=1e-12)
+    found = solved(lambda v: M @ v, b, rtol=1e-12)
     expected = torch.linalg.solve(M, b)
     torch.testing.assert_close(found.x[0], expected, rtol=1e-9, atol=1e-11)
     assert RESULTS[int(found.status)] is Result.CONVERGED
     assert found.matvecs == int(found.steps)
-    at_once = conjugate_gradients(lambda v: M @ v, b, x0=expected)
+    at_once = solved(lambda v: M @ v, b, x0=expected)
     assert (int(at_once.steps), at_once.matvecs) == (0, 1)
-    worse = conjugate_gradients(lambda v: M @ v, b, x0=-5 * expected, max_steps=1)
-    torch.testing.assert_close(worse.x, conjugate_gradients(lambda v: M @ v, b, max_steps=1).x)
+    worse = solved(lambda v: M @ v, b, x0=-5 * expected, max_steps=1)
+    torch.testing.assert_close(worse.x, solved(lambda v: M @ v, b, max_steps=1).x)
 
 
 def test_flat_and_negative_directions_descend():
     values = torch.tensor([-2.0, -8.0], dtype=F64)
     b = torch.tensor([4.0, 16.0], dtype=F64)
-    found = conjugate_gradients(lambda v: v * values, b)
+    found = solved(lambda v: v * values, b)
     assert RESULTS[int(found.status)] is Result.NEGATIVE_CURVATURE
     x = found.x[0]
     assert (x > 0).all()
     assert x @ (values * x) / 2 - b @ x < 0
-    flat = conjugate_gradients(torch.zeros_like, torch.ones(2, dtype=F64))
+    flat = solved(torch.zeros_like, torch.ones(2, dtype=F64))
     torch.testing.assert_close(flat.x, torch.ones(1, 2, dtype=F64))
 
 
 def test_what_is_not_finite_ends_a_solve():
     b = torch.ones(2, dtype=F64)
-    assert RESULTS[int(conjugate_gradients(lambda v: v * math.nan, b).status)] is Result.NON_FINITE
+    assert RESULTS[int(solved(lambda v: v * math.nan, b).status)] is Result.NON_FINITE
