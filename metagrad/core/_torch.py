@@ -68,6 +68,8 @@ has_torch_function_of_subclasses = _C._is_torch_function_enabled
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Base class of modes that see every operation below autograd."""
 
+has_dispatch_mode = torch.utils._python_dispatch.is_in_torch_dispatch_mode
+"""Return whether such a mode is active. Torch then computes some derivatives by other operations."""
 
 is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 """Return whether a tensor wraps other tensors that own the storages."""

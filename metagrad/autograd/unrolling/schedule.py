@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -266,7 +266,7 @@ class Trial:
         recording = record(
             measured, (self.state, t, *self.args.at(len(self.recordings))), {}, name=called, state=self.shared
         )
-        recording.call.fn = self.step
+        recording.call.fn = functools.partial(_below_mode, self.step)
         # The results keep their graph, since a recording drops only the graph of returned tensors.
         self.state, aux = taken.pop()
         self.check(self.state, t)
@@ -312,6 +312,12 @@ class Trial:
         contents = self.state, self.collected, self.recordings
         self.state, self.collected, self.recordings = None, [], []
         return contents
+
+
+def _below_mode(step: Step, *call: Any) -> Pair:
+    """Repeat a step of a trial. Torch computes some derivatives by other operations below a dispatch mode."""
+    with StorageMode(StorageCounter(torch.device("meta"))):
+        return step(*call)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -300,6 +300,28 @@ def test_what_modes_and_hooks_call_is_no_part_of_a_step(mode, memory):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("memory", ["step", "sqrt", "log", "16KiB"])
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+def test_torch_computes_some_derivatives_by_other_operations_below_a_mode(watched, memory):
+    """The second derivative of an index and a reshape has other nodes if a mode is active in one pass only."""
+    w, rows = leaf(40, 4), torch.arange(0, 40, 2)
+
+    def step(w, t):
+        loss = w[rows].t().reshape(-1).pow(3).sum()
+        return w - 0.01 * mg.grad(loss, w, create_graph=True), loss
+
+    def gradient(memory, modes):
+        with modes["forward"]:
+            last, losses = mg.unroll(step, w, steps=7, memory=memory)
+        with modes["backward"]:
+            return mg.grad(last.square().sum() + losses.sum(), w)
+
+    modes = {"forward": contextlib.nullcontext(), "backward": contextlib.nullcontext()}
+    expected = gradient("full", modes)
+    found = gradient(memory, {**modes, watched: mg.MemoryTracker(device="cpu")})
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("held_by", ["closure", "argument", "state"])
 def test_sparse_tensors_of_torch_are_constants(memory, held_by):
