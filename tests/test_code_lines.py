@@ -4,7 +4,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_181, "experiments": 10_181, "tests": 28_227}
+LINES = {"metagrad": 24_183, "experiments": 10_181, "tests": 28_243}
 FILES = {"metagrad": 243, "experiments": 79}
 
 
