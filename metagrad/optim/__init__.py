@@ -9,9 +9,8 @@ from metagrad.optim.newton.gauss_newton import GaussNewton
 from metagrad.optim.newton.lbfgs import LBFGS
 from metagrad.optim.newton.least_squares import LeastSquares, LeastSquaresResult, least_squares
 from metagrad.optim.newton.newton import NewtonCG
-from metagrad.optim.second_order.adahessian import AdaHessian
+from metagrad.optim.second_order.diagonal import AdaHessian, SophiaG, SophiaH
 from metagrad.optim.second_order.kfac import KFAC
-from metagrad.optim.second_order.sophia import SophiaG, SophiaH
 from metagrad.optim.sharpness_aware import sharpness_aware
 from metagrad.optim.torch_optim.sparse_adam import SparseAdam
 
