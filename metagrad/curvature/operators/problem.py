@@ -24,10 +24,8 @@ from metagrad.core.tree import (
     Tree,
     plain_dicts,
     tensors_in,
-    tree_flatten,
     tree_leaves,
     tree_map,
-    tree_unflatten,
 )
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import evaluate, is_affine_in
@@ -196,9 +194,8 @@ class ModelEvaluation:
 
     def output_of(self, outputs: Sequence[Tensor]) -> Tree:
         """Return the output, with its differentiable tensors replaced by the given tensors."""
-        leaves, spec = tree_flatten(self.output)
         rest = iter(outputs)
-        return tree_unflatten([next(rest) if _is_on_tape(leaf) else leaf for leaf in leaves], spec)
+        return tree_map(lambda leaf: next(rest) if _is_on_tape(leaf) else leaf, self.output)
 
     @property
     def num_examples(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
-from metagrad.core.checks import check_count, check_number, check_scalar, is_a, refuse, warn
+from metagrad.core.checks import check_count, check_function, check_number, check_scalar, is_a, refuse, warn
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, checked_size
@@ -130,20 +130,17 @@ def solve(
         check_vector("x0", x0, operator, like=b)
     check_scalar("solve(..., damping)", damping, 0)
     system = LinearSystem(operator, damping, generator)
-    given: object = preconditioner
-    if given is not None and not callable(given):
-        what = f"{CALL}: preconditioner"
-        refuse(what, "a map of rows, such as lambda rows: rows / diagonal", given, TypeError)
-    if check_symmetry and preconditioner is not None:
-        check_symmetric(CALL, "preconditioner", operator, preconditioner)
+    if preconditioner is not None:
+        check_function(CALL, "preconditioner", preconditioner)
+        if check_symmetry:
+            check_symmetric(CALL, "preconditioner", operator, preconditioner)
     if check_symmetry and system.num_matrices is None:
         check_symmetric(CALL, "operator", system, system.undamped)
     solver = _solver(method)
     if preconditioner is not None and solver.no_preconditioner is not None:
         raise ValueError(f"solve(..., preconditioner): {solver.no_preconditioner}")
     solver = solver.set_up(system)
-    rows, start = (None if v is None else v.reshape(-1, n) for v in (b, x0))
-    assert rows is not None
+    rows, start = b.reshape(-1, n), None if x0 is None else x0.reshape(-1, n)
     work = _SystemSolver(system, solver, preconditioner, max_steps or min(10 * n, 10_000))
     run, scaled, scale, tolerance = work.run(rows, rtol, atol, start)
     x, product = run.x * scale, system.multiply(run.x.detach())
@@ -153,15 +150,13 @@ def solve(
         relative = (tolerance / length(scaled)).nan_to_num(0.0, posinf=0.0)
         rtol = max(rtol, float(relative.max()) if len(rows) else 0.0)
         x = work.attached(x, product * scale, rows, results, rtol, order)
-    direction = run.direction if Result.NEGATIVE_CURVATURE in results else None
+    direction = run.direction.reshape(b.shape) if Result.NEGATIVE_CURVATURE in results else None
     norms = widened(residuals) * widened(scale.squeeze(1))
-    if b.ndim == 1:
-        x, direction = x[0], None if direction is None else direction[0]
-    steps, norms = (own[0] if b.ndim == 1 else own for own in (run.steps, norms))
+    steps, norms = (own.reshape(b.shape[:-1]) for own in (run.steps, norms))
     stats = Stats(results, steps, norms, system.matvecs, direction)
     if throw:
         raise_failure(CALL, stats)
-    return Solution(x, overall(results), stats)
+    return Solution(x.reshape(b.shape), overall(results), stats)
 
 
 @dataclass(frozen=True)

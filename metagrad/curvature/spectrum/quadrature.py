@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import linalg, to_list
+from metagrad.core._torch import linalg
 from metagrad.core.checks import (
     check_count,
     check_function,
@@ -175,10 +175,9 @@ class Density:
         return torch.linspace(low, high, num_points, dtype=torch.float64)
 
     def _of_probe(self, points: Tensor, k: int) -> Tensor:
-        total = torch.zeros_like(points)
-        for node, weight in zip(to_list(self.nodes[k]), to_list(self.weights[k]), strict=True):
-            total += weight * torch.exp(-0.5 * ((points - node) / self.sigma) ** 2)
-        return total / (self.sigma * math.sqrt(2 * math.pi))
+        distances = (points.unsqueeze(-1) - self.nodes[k]) / self.sigma
+        kernels = torch.exp(-0.5 * distances**2) / (self.sigma * math.sqrt(2 * math.pi))
+        return (self.weights[k] * kernels).sum(-1)
 
     def __repr__(self) -> str:
         counts = [

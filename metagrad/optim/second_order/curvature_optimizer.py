@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -56,23 +57,18 @@ class LossRecorder(Dispatch):
     """
 
     def __init__(self, backward: Any, *, note_losses: bool) -> None:
-        super().__init__()
-        self._backward = backward
-        self._note_losses = note_losses
+        known = KNOWN_LOSSES if note_losses else ()
+        super().__init__({Tensor.backward: backward, **{loss: partial(self._noted, loss) for loss in known}})
         self.losses: list[RecordedLoss] = []
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function that replaces ``Tensor.backward``."""
+        """Call another function. Raise ``ValueError`` within a module that averages gradients."""
         if averaging_wrapper() is not None:
             raise ValueError(
                 "opt.step(closure): the loss is computed by a DistributedDataParallel, which averages what a "
                 "backward pass writes by itself, and no gradient or curvature that is taken here. Call the module in "
                 "it, model.module."
             )
-        if function is Tensor.backward:
-            return self._backward(*args, **kwargs)
-        if self._note_losses and function in KNOWN_LOSSES:
-            return self._noted(function, *args, **kwargs)
         return function(*args, **kwargs)
 
     def _noted(self, func: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
