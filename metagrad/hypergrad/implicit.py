@@ -40,7 +40,7 @@ from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.solvers import methods
 from metagrad.curvature.solvers.implicit import Inverse, attach
-from metagrad.curvature.solvers.iteration import Solver
+from metagrad.curvature.solvers.methods import Solver
 from metagrad.curvature.solvers.nystrom import nystrom
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats
 from metagrad.curvature.solvers.solve import APPROXIMATE, solve

@@ -13,8 +13,7 @@ from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_count
 from metagrad.curvature.linear_map import Rows
-from metagrad.curvature.solvers.gmres import gmres
-from metagrad.curvature.solvers.iteration import RUNNING, begun, ended, fill, is_finite, length
+from metagrad.curvature.solvers.methods import RUNNING, begun, ended, fill, gmres, is_finite, length
 from metagrad.curvature.solvers.solution import Result
 
 _SUFFICIENT, _HALVINGS = 1e-4, 25  # decrease that a step must achieve, and how often it is halved

@@ -21,10 +21,8 @@ from metagrad.core.substitution import checked_reruns, own_buffers
 from metagrad.core.tape import refuse_transforms
 from metagrad.core.tree import Tree, tree_flatten, tree_unflatten
 from metagrad.curvature.linear_map import FACTORIZED, SeparateMatrices
-from metagrad.curvature.solvers.gmres import gmres
 from metagrad.curvature.solvers.implicit import Inverse, attach, refuse_derivatives
-from metagrad.curvature.solvers.iteration import RESULTS, length
-from metagrad.curvature.solvers.methods import matrices_of
+from metagrad.curvature.solvers.methods import RESULTS, gmres, length, matrices_of
 from metagrad.curvature.solvers.solution import Result, SolveError, overall
 from metagrad.hypergrad.implicit import LOOSE
 from metagrad.hypergrad.iterations import Anderson, Iterate, NewtonKrylov, RootMethod, iterated

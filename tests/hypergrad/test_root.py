@@ -8,8 +8,7 @@ from torch import nn
 
 from metagrad import hypergrad
 from metagrad.curvature import SolveError
-from metagrad.curvature.solvers.gmres import gmres
-from metagrad.curvature.solvers.iteration import RESULTS
+from metagrad.curvature.solvers.methods import RESULTS, gmres
 from metagrad.curvature.solvers.solution import Result
 from metagrad.hypergrad import (
     Anderson,

@@ -1,9 +1,10 @@
-"""The methods of :func:`~metagrad.curvature.solve`: conjugate gradients, the dense matrix and the Neumann series."""
+"""The methods of linear solves, for rows that stop independently, and what they share."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,26 +12,133 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_positive, progress
 from metagrad.curvature.estimators.probes import draw_for
-from metagrad.curvature.linear_map import Rows, SeparateMatrices, refuse_half
-from metagrad.curvature.rows import dot
-from metagrad.curvature.solvers.iteration import (
-    RESULTS,
-    RUNNING,
-    LinearSystem,
-    Run,
-    Solver,
-    Start,
-    begun,
-    divide,
-    ended,
-    fill,
-    is_finite,
-    length,
-    multiply,
-)
+from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, refuse_half, shaped_products
+from metagrad.curvature.rows import dot, norm
 from metagrad.curvature.solvers.solution import Result
 
+RESULTS: tuple[Result, ...] = tuple(Result)
+RUNNING = -1
+CALL = "solve(operator, b)"
 POWER_STEPS = 10
+_LITTLE = 0.99  # above this reduction factor of a cycle, further cycles do not help
+
+
+class LinearSystem:
+    """``A + damping I`` as a linear map of rows, which counts its products and checks their shape.
+
+    Attributes:
+        matvecs: Number of products so far.
+    """
+
+    def __init__(
+        self, operator: LinearMap, damping: float | Tensor, generator: torch.Generator | None
+    ) -> None:
+        self.operator, self.damping, self.generator = operator, damping, generator
+        self.shape: tuple[int, int] = operator.shape
+        self.dtype: torch.dtype = operator.dtype
+        self.device: torch.device = operator.device
+        self.num_matrices: int | None = getattr(operator, "num_matrices", None)
+        self.matvecs: int = 0
+
+    def undamped(self, vectors: Tensor) -> Tensor:
+        """Multiply rows [k, n] by A."""
+        products = shaped_products(CALL, self.operator, vectors)
+        self.matvecs += len(vectors)
+        return products
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """Multiply rows [k, n]."""
+        products = self.undamped(vectors)
+        if isinstance(self.damping, Tensor) or self.damping:
+            products = products + self.damping * vectors
+        return products
+
+    def constant(self, vectors: Tensor) -> Tensor:
+        """Multiply rows without a graph."""
+        with torch.no_grad():
+            return self.multiply(vectors).detach()
+
+
+class Start(NamedTuple):
+    """Right-hand sides, first iterates and their residuals, [k, n] each."""
+
+    b: Tensor
+    x: Tensor
+    r: Tensor
+
+
+class Run(NamedTuple):
+    """The result of a solver, row by row."""
+
+    x: Tensor  # [k, n]
+    steps: Tensor  # int64 [k]
+    status: Tensor  # index into RESULTS, int64 [k]
+    direction: Tensor  # direction of negative curvature, zero in rows that did not meet it, [k, n]
+    residual: Tensor  # by the recurrence of the solver, [k, n]
+    matvecs: int  # products of all rows together
+
+
+class Solver:
+    """Base class of the methods of solution. Each is a frozen dataclass of its hyperparameters.
+
+    Attributes:
+        no_preconditioner: Why the method takes no preconditioner, and what to do instead. None if it takes a
+            preconditioner.
+    """
+
+    no_preconditioner: ClassVar[str | None] = None
+
+    def set_up(self, system: LinearSystem) -> Solver:
+        """Return the solver with the options that depend on the operator."""
+        return self
+
+    def run(
+        self, products: Rows, start: Start, precondition: Rows | None, tolerance: Tensor, max_steps: int
+    ) -> Run:
+        """Solve for rows, until the norms of the residuals are at most ``tolerance``, [k]."""
+        raise NotImplementedError
+
+
+def length(rows: Tensor) -> Tensor:
+    """Return the norm of each row as a constant, [k, n] to [k]."""
+    return norm(rows.detach())
+
+
+def divide(numerator: Tensor, denominator: Tensor, where: Tensor) -> Tensor:
+    """Divide where ``where`` is True. Elsewhere the quotient and its derivative are zero."""
+    return torch.where(where, numerator, 0.0) / torch.where(where, denominator, 1.0)
+
+
+def multiply(products: Rows, rows: Tensor, active: Tensor) -> Tensor:
+    """Multiply only the active rows. The products of other rows are zero."""
+    index = active.nonzero().squeeze(1)
+    if len(index) == len(rows):
+        return products(rows)
+    if isinstance(products, SeparateMatrices):
+        return torch.where(active[:, None], products(rows), 0.0)
+    return torch.zeros_like(rows).index_copy(0, index, products(rows[index]))
+
+
+def is_finite(rows: Tensor) -> Tensor:
+    """Return which rows are finite, [k, n] to [k]."""
+    return rows.detach().isfinite().all(-1)
+
+
+def fill(status: Tensor, where: Tensor | bool, result: Result) -> Tensor:
+    """Give a result to the running rows for which a condition holds."""
+    return torch.where((status == RUNNING) & where, RESULTS.index(result), status)
+
+
+def ended(status: Tensor) -> Tensor:
+    """Give ``MAX_STEPS`` to the rows that are still running."""
+    return fill(status, status == RUNNING, Result.MAX_STEPS)
+
+
+def begun(r: Tensor, tolerance: Tensor) -> Tensor:
+    """Return the status of rows at their first residuals, [k]: running, converged or not finite."""
+    status = torch.full((len(r),), RUNNING, dtype=torch.int64, device=r.device)
+    status = fill(status, ~is_finite(r), Result.NON_FINITE)
+    return fill(status, length(r) <= tolerance, Result.CONVERGED)
 
 
 @dataclass(frozen=True)
@@ -296,3 +404,74 @@ def _largest_eigenvalue(system: LinearSystem) -> float:
         v = system.constant(v / length(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None])
         size = length(v).max()
     return float(size) if bool(size.isfinite()) else 0.0
+
+
+SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "dense": Dense, "neumann": Neumann}
+"""The methods of :func:`~metagrad.curvature.solve` by name."""
+
+
+def gmres(products: Rows, b: Tensor, *, tolerance: Tensor, max_steps: int, restart: int = 50) -> Run:
+    r"""Solve :math:`A_i x_i = b_i` for rows, each with its own matrix, without a graph.
+
+    Step j minimizes the residual over :math:`\operatorname{span}(b, A b, \dots, A^{j-1} b)`. Rows stop independently.
+
+    Args:
+        products: Multiplies rows [k, n], row i with :math:`A_i`.
+        b: The right-hand sides, [k, n].
+        tolerance: A row stops when its residual norm is at most this, [k].
+        max_steps: Maximum number of products.
+        restart: Number of steps after which the basis is dropped. It bounds the memory.
+
+    Example:
+        >>> from metagrad.curvature.solvers.methods import gmres
+        >>> A, b = torch.tensor([[0.0, 2.0], [-1.0, 0.0]]), torch.tensor([[2.0, 3.0]])
+        >>> run = gmres(lambda rows: rows @ A.T, b, tolerance=torch.tensor([1e-4]), max_steps=10)
+        >>> run.x, int(run.steps)
+        (tensor([[-3.,  1.]]), 2)
+
+    References:
+        Saad, Schultz, "GMRES: a generalized minimal residual algorithm for solving nonsymmetric linear systems",
+        SIAM J. Sci. Stat. Comput. 7(3), 1986.
+    """
+    b = b.detach()
+    x, r, steps, count = torch.zeros_like(b), b, b.new_zeros(len(b), dtype=torch.int64), 0
+    status = begun(r, tolerance)
+    with torch.no_grad():
+        while bool((status == RUNNING).any()) and count < max_steps:
+            active, before = status == RUNNING, length(r)
+            size = min(restart, b.shape[1], max_steps - count)
+            change, taken = _cycle(products, r, active, tolerance, size)
+            x, steps, count = x + change, steps + taken, count + int(taken.max()) + 1
+            r = torch.where(active[:, None], b - products(x), r)
+            status = fill(status, ~is_finite(r), Result.NON_FINITE)
+            # The residual of the recurrence differs from the true residual by rounding.
+            status = fill(status, length(r) <= 2 * tolerance, Result.CONVERGED)
+            status = fill(status, length(r) > _LITTLE * before, Result.STAGNATED)
+    return Run(x, steps, ended(status), torch.zeros_like(x), r, count)
+
+
+def _cycle(products: Rows, r: Tensor, active: Tensor, tolerance: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the change of the solution after at most ``size`` steps, and the steps of each row."""
+    k, n = r.shape
+    first = length(r)
+    Q, H = r.new_zeros(k, size + 1, n), r.new_zeros(k, size + 1, size)
+    Q[:, 0] = r / torch.where(first > 0, first, 1.0)[:, None]
+    right = r.new_zeros(k, size + 1)
+    right[:, 0] = first
+    found, steps = r.new_zeros(k, size), torch.zeros_like(active, dtype=torch.int64)
+    for j in range(size):
+        w = products(Q[:, j])
+        for _ in range(2):  # one pass leaves rounding errors of the size of the residual
+            h = (Q[:, : j + 1] @ w[:, :, None])[:, :, 0]
+            H[:, : j + 1, j] += h
+            w = w - (h[:, None] @ Q[:, : j + 1])[:, 0]
+        H[:, j + 1, j] = length(w)
+        Q[:, j + 1] = w / torch.where(H[:, j + 1, j] > 0, H[:, j + 1, j], 1.0)[:, None]
+        part, goal = H[:, : j + 2, : j + 1], right[:, : j + 2, None]
+        y = linalg.lstsq(part, goal).solution.nan_to_num(0.0, 0.0, 0.0)
+        found[:, : j + 1] = torch.where(active[:, None], y[:, :, 0], found[:, : j + 1])
+        steps = steps + active
+        active = active & (length((goal - part @ y)[:, :, 0]) > tolerance)
+        if not bool(active.any()):
+            break
+    return (found[:, None] @ Q[:, :size])[:, 0], steps

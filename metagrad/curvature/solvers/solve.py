@@ -16,11 +16,17 @@ from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, checked_size
 from metagrad.curvature.rows import dot, norm
 from metagrad.curvature.solvers.implicit import Inverse, attach_linear, is_batched, refuse_derivatives
-from metagrad.curvature.solvers.iteration import CALL, RESULTS, LinearSystem, Run, Solver, Start, length
-from metagrad.curvature.solvers.methods import CG, Dense, Neumann
+from metagrad.curvature.solvers.methods import (
+    CALL,
+    RESULTS,
+    SOLVERS,
+    LinearSystem,
+    Run,
+    Solver,
+    Start,
+    length,
+)
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
-
-SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "dense": Dense, "neumann": Neumann}
 
 _FIX = (
     "Symmetrize it, or solve the normal equations with x -> A^T A x. If the difference is noise that you accept, "

@@ -17,8 +17,7 @@ from metagrad.core.checks import check_number, check_positive
 from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import HALF, Params, widened
 from metagrad.curvature.operators.ggn import flattened
-from metagrad.curvature.solvers.iteration import RESULTS, Run, Start
-from metagrad.curvature.solvers.methods import CG
+from metagrad.curvature.solvers.methods import CG, RESULTS, Run, Start
 from metagrad.curvature.solvers.solution import Result
 from metagrad.optim.newton.vector import Objective, VectorOptimizer, flat, split, without_gradients
 from metagrad.optim.second_order.curvature_optimizer import (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.curvature import ParameterSpace, Result
-from metagrad.curvature.solvers.iteration import RESULTS
+from metagrad.curvature.solvers.methods import RESULTS
 from metagrad.optim import GaussNewton, NewtonCG
 from metagrad.optim.newton.newton import Curvature, conjugate_gradients
 from metagrad.optim.second_order.curvature_optimizer import BackwardPass
