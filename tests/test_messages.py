@@ -82,7 +82,7 @@ MISTAKES = {
         squares, inner, {"w": W}, {"l": W}, inner=rules.sgd, outer=SGD, steps=1, inner_steps=1
     ),
     r"adam\(\.\.\.\): betas must be as many as in .* got 0\.9": lambda: rules.adam(lr=0.1, betas=0.9),  # type: ignore[arg-type]
-    r"solve\(\.\.\., damping\): expected a number or a tensor, got str": lambda: mg.hessian(
+    r"solve\(\.\.\., damping\): expected a number or a tensor, got 'str'": lambda: mg.hessian(
         loss(), PARAMS
     ).solve(torch.ones(3), damping="a"),
 }

@@ -1,7 +1,6 @@
 """Derivatives of minima, roots and fixed points, and of losses at them."""
 
-from metagrad.hypergrad.bilevel import bilevel
-from metagrad.hypergrad.hypergradient import hypergradient
+from metagrad.hypergrad.bilevel import bilevel, hypergradient
 from metagrad.hypergrad.implicit import CG, Exact, FirstOrder, Neumann, Nystrom, implicit_diff
 from metagrad.hypergrad.iterations import Anderson, Broyden, NewtonKrylov
 from metagrad.hypergrad.problem import HypergradientMethod

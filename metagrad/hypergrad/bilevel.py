@@ -1,4 +1,4 @@
-"""Bilevel optimization: steps on the inner loss, then a step of the hyperparameters along the hypergradient."""
+"""Bilevel problems: the derivative of an outer loss at the minimum of an inner loss, and descent along it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,121 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.autograd.checks.finite import is_finite
 from metagrad.core._torch import backward
-from metagrad.core.checks import check_count, check_function
+from metagrad.core.checks import check_count, check_function, refuse
+from metagrad.core.tape import refuse_transforms
 from metagrad.core.tree import Params, Tree, detached, leaf_names, tree_leaves
-from metagrad.hypergrad.hypergradient import checked, completed
-from metagrad.hypergrad.implicit import CG
-from metagrad.hypergrad.problem import HypergradientMethod, Parameters, Problem
+from metagrad.hypergrad.implicit import CG, check_solution
+from metagrad.hypergrad.problem import CALL, BilevelLoss, Derivative, HypergradientMethod, Parameters, Problem
 from metagrad.hypergrad.unroll import moved_by
 from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
 from metagrad.sparse.tables.row_sparse import RowSparse
 
-CALL = "bilevel(outer_loss, inner_loss, params, hyper)"
+LOOP = "bilevel(outer_loss, inner_loss, params, hyper)"
 
 OptimizerLike: TypeAlias = "Rule | Callable[[list[Tensor]], torch.optim.Optimizer]"
 """A rule of :mod:`metagrad.optim.rules`, or a function from a list of tensors to a ``torch.optim`` optimizer."""
 
 Loss: TypeAlias = Callable[..., Tensor]
 """``loss(params, hyper)``, or with batches ``loss(params, hyper, batch)``."""
+
+
+def hypergradient(
+    outer_loss: BilevelLoss,
+    inner_loss: BilevelLoss,
+    params: Parameters,
+    hyper: Tree,
+    *,
+    method: HypergradientMethod | None = None,
+    create_graph: bool = False,
+) -> Tree:
+    r"""Differentiate an outer loss at the minimum of an inner loss with respect to hyperparameters of both.
+
+    .. math::
+        \frac{d}{d\lambda} f(\phi^*(\lambda), \lambda), \qquad \phi^*(\lambda) = \arg\min_\phi g(\phi, \lambda)
+
+    ========================== ================================== ====================================================
+    method                     cost                               error
+    ========================== ================================== ====================================================
+    ``Exact``                  n products with the Hessian        rounding
+    ``CG``                     one product per step               the residual of its solve
+    ``Unroll``                 one second derivative per step     none for its steps from ``params``, at any order
+    ``Neumann``                one product per step               falls with :math:`(1 - \alpha \lambda_{\min})^k`
+    ``Nystrom``                ``rank`` products                  the eigenvalues beyond the rank, and its damping
+    ``FirstOrder``             none, or a mixed derivative        the Hessian's distance to a multiple of the identity
+    ``FiniteDifference``       4 gradients                        as ``FirstOrder``, plus the square of a difference
+    ========================== ================================== ====================================================
+
+    Args:
+        outer_loss: ``outer_loss(params, hyper)``, a tensor with one element.
+        inner_loss: ``inner_loss(params, hyper)``, a tensor with one element. Deterministic.
+        params: Parameters by name, at the minimum of the inner loss. For ``Unroll``, the start of its steps.
+            Only the stored values of a :class:`~metagrad.sparse.SparseTensor` are parameters. All parameters are
+            treated as constants.
+        hyper: The hyperparameters: a dict, or another pytree, of floating point tensors or SparseTensors.
+        method: A row of the table. None means ``CG()``.
+        create_graph: Make the derivative differentiable with respect to ``hyper``. ``Unroll`` supports any order, and
+            ``CG`` and ``Exact`` support one more derivative. Every other method raises.
+
+    Returns:
+        A pytree like ``hyper``. The derivative of a SparseTensor is on the same pattern.
+
+    Raises:
+        ValueError: A loss is not a scalar, or neither loss depends on a part of ``hyper``. The inner loss does not
+            depend on a parameter. An operation has no derivative or an incorrect derivative. The method does not
+            support ``create_graph``.
+        TypeError: ``params`` or ``hyper`` has an entry that is not a floating point tensor.
+        SolveError: The Hessian of the inner loss is not positive definite, or a product with it is not finite.
+
+    Example:
+        A penalty on :math:`\phi`: :math:`\phi^* = 1 / (1 + \lambda)`, and :math:`f = \phi` has
+        :math:`-1 / (1 + \lambda)^2`:
+
+        >>> def inner(params, hyper): return (params["phi"] - 1) ** 2 + hyper["lam"] * params["phi"] ** 2
+        >>> params, hyper = {"phi": torch.tensor(0.5)}, {"lam": torch.tensor(1.0)}
+        >>> metagrad.hypergradient(lambda params, hyper: params["phi"], inner, params, hyper)
+        {'lam': tensor(-0.2500)}
+
+    References:
+        Bengio, "Gradient-based optimization of hyperparameters", Neural Computation 12(8), 2000; Grazzi, Franceschi,
+        Pontil, Salzo, "On the iteration complexity of hypergradient computation", ICML 2020.
+    """
+    refuse_transforms(CALL)
+    problem = Problem(outer_loss, inner_loss, params, hyper, create_graph)
+    return completed(problem, checked(CG() if method is None else method).estimate(problem))
+
+
+def checked(method: HypergradientMethod) -> HypergradientMethod:
+    """Return ``method``. Raise ``TypeError`` unless ``method`` is a hypergradient method."""
+    if isinstance(method, type) or not hasattr(method, "estimate"):
+        refuse("hypergradient(..., method)", "a method such as hypergrad.CG(steps=20)", method, TypeError)
+    return method
+
+
+def completed(problem: Problem, estimate: Derivative) -> Tree:
+    """Return an estimate as a pytree like ``hyper``.
+
+    Raises:
+        SolveError: The solve failed.
+        ValueError: A part of ``hyper`` is unused, or a derivative is not finite.
+    """
+    if estimate.solution is not None:
+        check_solution(CALL, estimate.solution, estimate.residual)
+    leaves, names, found = tree_leaves(problem.hyper), leaf_names(problem.hyper, "hyper"), list[Tensor]()
+    for name, leaf, gradient in zip(names, leaves, estimate.gradient, strict=True):
+        if leaf.numel() and gradient is None:
+            raise ValueError(
+                f"{CALL}: neither loss depends on {name}. Leave it out of hyper, or look for a detach."
+            )
+        found.append(torch.zeros_like(leaf) if gradient is None else gradient.to(leaf.dtype))
+        if not is_finite(found[-1:]):
+            raise ValueError(
+                f"{CALL}: the derivative of {name} has nan or inf. Look for them in the losses at params, and in "
+                "their derivatives."
+            )
+    return problem.hyper_of(found)
 
 
 class BilevelResult(NamedTuple):
@@ -126,16 +223,16 @@ def bilevel(
         analysis and enhanced design", ICML 2021, algorithm 1 (warm start); Wang, Zhu, Torralba, Efros, "Dataset
         distillation", arXiv:1811.10959, section 3 (an initialization for each outer step).
     """
-    check_count(f"{CALL}: steps", steps)
-    check_count(f"{CALL}: inner_steps", inner_steps, 0)
+    check_count(f"{LOOP}: steps", steps)
+    check_count(f"{LOOP}: inner_steps", inner_steps, 0)
     if callback is not None:
-        check_function(CALL, "callback", callback)
+        check_function(LOOP, "callback", callback)
     method = checked(CG() if method is None else method)
     outers, inners = _losses(outer_loss, outer_batches), _losses(inner_loss, inner_batches)
     draws = callable(params) and not isinstance(params, torch.nn.Module)  # a ParameterDict is callable
     if draws and warm_start:
         raise ValueError(
-            f"{CALL}: a function as params starts again at each outer step, and a warm start continues from the last "
+            f"{LOOP}: a function as params starts again at each outer step, and a warm start continues from the last "
             "one. Pass warm_start=False, or the parameters themselves."
         )
 
@@ -189,7 +286,7 @@ def _losses(loss: Loss, batches: Iterable[Any] | None) -> Iterator[Loss]:
             yield partial(of_batch, batch)
         if is_empty:
             raise ValueError(
-                f"{CALL}: the batches are at their end, and there are none when iterated over again. Pass a list or "
+                f"{LOOP}: the batches are at their end, and there are none when iterated over again. Pass a list or "
                 "a DataLoader, no iterator."
             )
 
@@ -204,13 +301,13 @@ class _Level:
         self.optimizer: Any = optimizer
         self.state: Any = None
         if self.is_rule:
-            check_rule(CALL, optimizer, which)
+            check_rule(LOOP, optimizer, which)
             self.state = optimizer.init(self.values)
             return
         self.optimizer = optimizer(list(self.values.values())) if callable(optimizer) else None
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"{CALL}: {which} must be a functional optimizer, such as mg.optim.rules.adam(), or a function of a "
+                f"{LOOP}: {which} must be a functional optimizer, such as mg.optim.rules.adam(), or a function of a "
                 "list of tensors that returns a torch.optim optimizer, such as functools.partial(torch.optim.Adam, "
                 f"lr=0.01), got {type(optimizer).__name__}."
             )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -93,7 +94,7 @@ class _Fit(GaussNewton):
     def _move(self) -> None:
         params = self._all_params()
         slopes = flat([params[0].new_zeros(1), *(p.grad for p in params if p.grad is not None)]).abs()
-        loss = float(sum(one.value for one in self._passes or ()))
+        loss = float(sum(one.value for one in self._passes))
         before, self.point = self.point, _Point(flat(params), loss, float(slopes.max()))
         self.result = self._ending(before, self.point)
         if self.result is None:
@@ -226,10 +227,8 @@ def _terms(residual_fn: Any, *, is_tensor: bool) -> list[tuple[Any, ...]]:
             f"{residual_fn!r}."
         )
 
-    def by_name(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def of_tensor(values: dict[str, Tensor], *data: Any) -> Tensor:
-            return fn(values["params"], *data)
+    return [(partial(_of_tensor, fn) if is_tensor else fn, *data) for fn, *data in given]
 
-        return of_tensor if is_tensor else fn
 
-    return [(by_name(fn), *data) for fn, *data in given]
+def _of_tensor(fn: Callable[..., Tensor], values: dict[str, Tensor], *data: Any) -> Tensor:
+    return fn(values["params"], *data)

@@ -341,10 +341,10 @@ class NewtonCG(VectorOptimizer):
         result = super()._evaluated(closure)
         if self._curvature_closure is None:
             return result
-        passes, self._passes = self._passes, None
+        passes, self._passes = self._passes, []
         with without_gradients(self._all_params()), own_buffers(self._modules):
             super()._evaluated(self._curvature_closure)
-        if self._passes is None:
+        if not self._passes:
             raise RuntimeError(
                 f"{type(self).__name__}.step: the closure that the curvature is taken of calls no backward. "
                 "Call loss.backward() in it, as in the closure of all data."
@@ -353,15 +353,15 @@ class NewtonCG(VectorOptimizer):
         return result
 
     def _observe(self, graph: BackwardPass) -> None:
-        before, params = self._passes or [], self._all_params()
+        params = self._all_params()
         if all(p.grad is None for p in params):  # gradients of earlier passes were dropped
-            before = [one for one in before if one.grads.keys().isdisjoint(params)]
-        self._passes = [*before, graph]
+            self._passes = [one for one in self._passes if one.grads.keys().isdisjoint(params)]
+        self._passes.append(graph)
 
     def _forget(self) -> None:
         super()._forget()
-        self._passes: list[BackwardPass] | None = None
-        self._curved: list[BackwardPass] | None = None
+        self._passes: list[BackwardPass] = []
+        self._curved: list[BackwardPass] = []  # of the closure for a part of the data
 
     def _move(self) -> None:
         before = self.param_groups[0]["step"]
@@ -374,12 +374,9 @@ class NewtonCG(VectorOptimizer):
         params, group, problem = work.params, self.param_groups[0], self._problem(work)
         factor, added, start = self._resumed(params)
         damping = factor * self._column("damping", params) + added
-        run = conjugate_gradients(
-            lambda v: problem.multiply(v) + damping * v,
-            -problem.g,
-            None if start is None else float(group["warm_start"]) * start,
-            *(group[rule] for rule in ("rtol", "progress", "max_steps")),
-        )
+        x0 = None if start is None else float(group["warm_start"]) * start
+        limits = group["rtol"], group["progress"], group["max_steps"]
+        run = conjugate_gradients(lambda v: problem.multiply(v) + damping * v, -problem.g, x0, *limits)
         step = self._step(problem, run, damping)
         length, ratio = 1.0, math.nan
         if group["adapt"]:
@@ -398,7 +395,7 @@ class NewtonCG(VectorOptimizer):
 
     def _problem(self, work: ParamsWithGrad) -> Problem:
         params, group = work.params, self.param_groups[0]
-        if self._passes is None:
+        if not self._passes:
             raise self._without_curvature()
         if group["adapt"] and self._closure is None:
             raise RuntimeError(
@@ -408,12 +405,10 @@ class NewtonCG(VectorOptimizer):
         objective, matrix = self._objective(params), group.get("matrix", "hessian")
         # The Fisher matrix is a metric, so ``maximize`` does not change its sign.
         sign = 1 if matrix == "fisher" else objective.sign
-        passes = self._passes if self._curved is None else self._curved
-        curvature = Curvature(params, passes, matrix, sign * self._inverse_scale())
+        curvature = Curvature(params, self._curved or self._passes, matrix, sign * self._inverse_scale())
         w = flat(params.values())
-        return Problem(
-            params, self._passes, objective, curvature, w, objective.gradient(flat(work.grads.values()), w)
-        )
+        g = objective.gradient(flat(work.grads.values()), w)
+        return Problem(params, self._passes, objective, curvature, w, g)
 
     def _step(self, problem: Problem, run: Run, damping: Tensor) -> Step:
         """Return the step along a solution, with the sign that descends."""

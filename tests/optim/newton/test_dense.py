@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call, grad, jvp
 
 from metagrad.optim import GaussNewton, least_squares
-from metagrad.optim.newton.dense import DenseSystem, Residuals
+from metagrad.optim.newton.gauss_newton import DenseSystem, Residuals
 from tests.optim.torch_optim.cases import run
 
 F64 = torch.float64
@@ -235,7 +235,7 @@ def test_what_has_no_dense_system_is_refused():
         refused(dense, lambda opt, w: F.mse_loss(x @ w, y))
     with pytest.raises(ValueError, match="negative weight"):
         refused(dense, lambda opt, w: opt.residuals(miss, x, y) - 0.1 * opt.residuals(miss, x[:2], y[:2]))
-    with pytest.raises(ValueError, match="maximize must be False"):
+    with pytest.raises(ValueError, match="maximize need products"):
         refused({**dense, "maximize": True}, lambda opt, w: opt.residuals(miss, x, y))
     with pytest.raises(ValueError, match=r"model.named_parameters\(\)"):
         refused({}, lambda opt, w: opt.residuals(miss, x, y), names=False)
