@@ -288,5 +288,5 @@ def differentiable_run(call: str, modules: Iterable[nn.Module]) -> Generator[Non
     module that runs again with other parameters raises ``RuntimeError``, as in :func:`checked_reruns`.
     """
     training = (module for module in modules if module.training)
-    with torch.enable_grad(), every_order(), own_buffers(training), checked_reruns(call):
+    with every_order(), own_buffers(training), checked_reruns(call):
         yield

@@ -228,7 +228,7 @@ def spend(estimator: Estimator, budget: int, rtol: float | None, least: int = 1)
         estimator.extend(budget)
         return estimator.estimate()
     estimate = None
-    for batch in _batches(budget, least):
+    for batch in batches(budget, least):
         estimator.extend(batch)
         estimate = estimator.estimate()
         if is_tight(estimate, rtol):
@@ -244,14 +244,14 @@ def is_tight(estimate: Estimate, rtol: float) -> bool:
     return bool(linalg.vector_norm(half_width) <= rtol * linalg.vector_norm(value))
 
 
-def _batches(budget: int, least: int) -> Iterator[int]:
-    """Yield batches that sum to the budget.
+def batches(budget: int, least: int, first: int = FIRST) -> Iterator[int]:
+    """Yield batches that sum to the budget. Each batch after the first grows the total by half.
 
     The last batch includes a remainder that is too small for its own batch.
     """
     spent = 0
     while spent < budget:
-        batch = min(max(FIRST if not spent else spent // 2, least), budget - spent)
+        batch = min(max(first if not spent else spent // 2, least), budget - spent)
         if budget - spent - batch < least:
             batch = budget - spent
         yield batch

@@ -119,7 +119,7 @@ def hessian(
         leaves = {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in values.items()}
         arguments = tuple(batch) if is_list_or_tuple(batch) else (batch,)
         explained = dtypes_explained(_CALL, leaves.values(), arguments)
-        with differentiable_run(_CALL, modules), explained:
+        with torch.enable_grad(), differentiable_run(_CALL, modules), explained:
             of_leaves = partial(loss, with_values(params, leaves), *arguments)
             try:
                 value, known = (of_leaves(), None) if is_alone else recognized(of_leaves)

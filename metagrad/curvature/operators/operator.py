@@ -19,17 +19,15 @@ from metagrad.autograd.derivatives.recorded import BatchedVjp, Recorded
 from metagrad.core import _torch
 from metagrad.core.checks import check_scalar, check_type, is_a, is_mapping, refuse
 from metagrad.core.tree import HALF
-from metagrad.curvature.estimators.trace import diagonal as estimate_diagonal
-from metagrad.curvature.estimators.trace import trace as estimate_trace
+from metagrad.curvature.estimators import trace as traces
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.operators.space import ParameterSpace, Vectors
 from metagrad.curvature.rows import dot, norm
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.curvature.solvers.solve import check_symmetric
 from metagrad.curvature.solvers.solve import solve as solve_flat
+from metagrad.curvature.spectrum import quadrature
 from metagrad.curvature.spectrum.eigenvalues import eigenvalues as compute_eigenvalues
-from metagrad.curvature.spectrum.quadrature import log_determinant as estimate_log_determinant
-from metagrad.curvature.spectrum.quadrature import spectral_density
 from metagrad.distributed.exchange import joined, refuse_differences, sums_over
 from metagrad.sparse.matrix.tensor import SparseTensor
 
@@ -183,12 +181,12 @@ class Operator:
 
     # Estimates and solutions: functions of a linear map, as methods
 
-    trace = estimate_trace
+    trace = traces.trace
     # A diagonal and eigenvectors are flat. H.space.unflatten returns them by name.
-    diagonal = estimate_diagonal
+    diagonal = traces.diagonal
     eigenvalues = compute_eigenvalues
-    density = spectral_density
-    log_determinant = estimate_log_determinant
+    density = quadrature.spectral_density
+    log_determinant = quadrature.log_determinant
 
     def solve(self, b: Tensor | Vectors, **options: object) -> Solution:
         """Solve ``H x = b`` by :func:`metagrad.curvature.solve`, with all of its options.

@@ -44,7 +44,8 @@ def lanczos(
         \quad T = \mathrm{tridiag}(\beta, \alpha, \beta)
 
     Each start has its own space. The products of all starts are computed together. A process ends early if its space
-    is invariant (a breakdown). Bases and projections are constants for derivatives.
+    is invariant (a breakdown). It then multiplies zeros until all have ended. Bases and projections are constants for
+    derivatives.
 
     Args:
         operator: A symmetric map of n-vectors.
@@ -65,23 +66,13 @@ def lanczos(
     basis = starts.new_zeros(count, steps, starts.shape[1])
     basis[:, 0] = starts.detach() / safe_norm(starts).unsqueeze(1)
     projected, scales = np.zeros((count, steps, steps)), np.zeros(count)
-    sizes, active, first, matvecs = [steps] * count, list(range(count)), starts, 0
+    sizes, first, matvecs = [steps] * count, starts, 0
     for j in progress(range(steps), call):
-        whole = len(active) == count
-        products = shaped_products(call, operator, basis[:, j].clone() if whole else basis[active, j])
-        first = first if j else products
-        matvecs += len(active)
-        images = products.detach()
-        if not whole:
-            images = torch.zeros_like(basis[:, j]).index_copy(
-                0, torch.tensor(active).to(images.device), images
-            )
-        norms, scales = lanczos_step(images, basis, projected, j, scales, call=call)
-        ended = [i for i in active if not norms[i]]
-        for i in ended:
-            sizes[i] = j + 1
-        active = [i for i in active if i not in ended]
-        if not active:
+        products = shaped_products(call, operator, basis[:, j].clone())
+        first, matvecs = first if j else products, matvecs + count
+        norms, scales = lanczos_step(products.detach(), basis, projected, j, scales, call=call)
+        sizes = [size if norm else min(size, j + 1) for size, norm in zip(sizes, norms, strict=True)]
+        if not norms.any():
             break
     return LanczosState(basis, from_numpy(projected), sizes, first, matvecs)
 

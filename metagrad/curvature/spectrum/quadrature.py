@@ -22,13 +22,14 @@ from metagrad.core.checks import (
 )
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
-from metagrad.curvature.estimators.probes import ProbeSampler, is_tight
+from metagrad.curvature.estimators.probes import ProbeSampler, batches, is_tight
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.implicit import first_order
 from metagrad.curvature.spectrum.lanczos import LanczosState, lanczos
 
 _DENSITY = "spectral_density(operator)"
+_FEWEST = 4  # probes between two checks of a tolerance
 
 
 class GaussRule(NamedTuple):
@@ -297,7 +298,8 @@ def trace_of(
         function: Takes eigenvalues, a float64 tensor on the CPU, elementwise.
         steps: Number of products for each probe, at most n.
         probes: Number of probes, 16 by default. With ``rtol`` it is a maximum, 256 by default.
-        rtol: Stop if half the 95 % interval is at most ``rtol`` times the value. Checked after 4 probes, 8, 16, ...
+        rtol: Stop if half the 95 % interval is at most ``rtol`` times the value. It is checked after 4 probes, 8, 12,
+            18, 27, ...
         generator: Draws the probes, signs.
         chunk: Bytes for the bases of probes that are treated together, at least one basis of steps * n elements.
         call: Name of the caller in errors.
@@ -331,7 +333,7 @@ def trace_of(
     check_function(call, "function", function)
     samples: list[Tensor] = []
     estimate, matvecs = None, 0
-    for count in _rounds(probes, rtol):
+    for count in [probes] if rtol is None else batches(probes, _FEWEST, _FEWEST):
         for starts, state in krylov_spaces(
             operator, count, steps=steps, generator=generator, chunk=chunk, call=call
         ):  # fmt: skip
@@ -342,15 +344,6 @@ def trace_of(
             break
     assert estimate is not None
     return estimate
-
-
-def _rounds(probes: int, rtol: float | None) -> Iterator[int]:
-    """Yield how many probes to add before each check, so that their total doubles."""
-    done = 0
-    while done < probes:
-        size = probes - done if rtol is None else min(max(done, 4), probes - done)
-        done += size
-        yield size
 
 
 def _sample(
