@@ -2,9 +2,8 @@
 
 from metagrad.hypergrad.bilevel import bilevel, hypergradient
 from metagrad.hypergrad.implicit import CG, Exact, FirstOrder, Neumann, Nystrom, implicit_diff
-from metagrad.hypergrad.iterations import Anderson, Broyden, NewtonKrylov
 from metagrad.hypergrad.problem import HypergradientMethod
-from metagrad.hypergrad.root import Root, fixed_point, implicit_root, root
+from metagrad.hypergrad.root import Anderson, Broyden, NewtonKrylov, Root, fixed_point, implicit_root, root
 from metagrad.hypergrad.unroll import FiniteDifference, Unroll
 
 __all__ = [

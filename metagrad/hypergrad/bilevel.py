@@ -16,7 +16,7 @@ from metagrad.core.checks import check_count, check_function, refuse
 from metagrad.core.tape import refuse_transforms
 from metagrad.core.tree import Params, Tree, detached, leaf_names, tree_leaves
 from metagrad.hypergrad.implicit import CG, check_solution
-from metagrad.hypergrad.problem import CALL, BilevelLoss, Derivative, HypergradientMethod, Parameters, Problem
+from metagrad.hypergrad.problem import CALL, CREATE, BilevelLoss, HypergradientMethod, Parameters, Problem
 from metagrad.hypergrad.unroll import moved_by
 from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
@@ -92,24 +92,30 @@ def hypergradient(
         Pontil, Salzo, "On the iteration complexity of hypergradient computation", ICML 2020.
     """
     refuse_transforms(CALL)
-    problem = Problem(outer_loss, inner_loss, params, hyper, create_graph)
-    return completed(problem, checked(CG() if method is None else method).estimate(problem))
+    problem, method = Problem(outer_loss, inner_loss, params, hyper, create_graph), _checked(method)
+    if create_graph and not getattr(method, "is_exact", False):
+        raise ValueError(
+            f"{CREATE}: {type(method).__name__} approximates the derivative, so its own derivative is not correct. "
+            "Take CG, Exact or Unroll."
+        )
+    return _derivative(problem, method)
 
 
-def checked(method: HypergradientMethod) -> HypergradientMethod:
-    """Return ``method``. Raise ``TypeError`` unless ``method`` is a hypergradient method."""
-    if isinstance(method, type) or not hasattr(method, "estimate"):
+def _checked(method: HypergradientMethod | None) -> HypergradientMethod:
+    """Return ``method``, or the default. Raise ``TypeError`` unless ``method`` is a hypergradient method."""
+    if isinstance(method, type) or not hasattr(method or CG, "estimate"):
         refuse("hypergradient(..., method)", "a method such as hypergrad.CG(steps=20)", method, TypeError)
-    return method
+    return CG() if method is None else method
 
 
-def completed(problem: Problem, estimate: Derivative) -> Tree:
-    """Return an estimate as a pytree like ``hyper``.
+def _derivative(problem: Problem, method: HypergradientMethod) -> Tree:
+    """Return the derivative by a method as a pytree like ``hyper``.
 
     Raises:
         SolveError: The solve failed.
         ValueError: A part of ``hyper`` is unused, or a derivative is not finite.
     """
+    estimate = method.estimate(problem)
     if estimate.solution is not None:
         check_solution(CALL, estimate.solution, estimate.residual)
     leaves, names, found = tree_leaves(problem.hyper), leaf_names(problem.hyper, "hyper"), list[Tensor]()
@@ -227,7 +233,7 @@ def bilevel(
     check_count(f"{LOOP}: inner_steps", inner_steps, 0)
     if callback is not None:
         check_function(LOOP, "callback", callback)
-    method = checked(CG() if method is None else method)
+    method = _checked(method)
     outers, inners = _losses(outer_loss, outer_batches), _losses(inner_loss, inner_batches)
     draws = callable(params) and not isinstance(params, torch.nn.Module)  # a ParameterDict is callable
     if draws and warm_start:
@@ -266,7 +272,7 @@ def bilevel(
             inner_losses.append(problem.inner(*values))
         if callback is not None:
             callback(step, problem.params, problem.hyper, float(outer_losses[-1]))
-        upper.follow(tree_leaves(completed(problem, method.estimate(problem))))
+        upper.follow(tree_leaves(_derivative(problem, method)))
     last = here(outer_loss, inner_loss)
     return BilevelResult(last.params, last.hyper, torch.stack(outer_losses), torch.stack(inner_losses))
 

@@ -21,13 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from metagrad.autograd.derivatives.recorded import (
-    Recorded,
-    recorded_gradient,
-    rows_of,
-    split_rows,
-    tensors_of,
-)
+from metagrad.autograd.derivatives.recorded import Recorded, recorded_gradient, rows_of, tensors_of
 from metagrad.core._torch import linalg
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import check_count, check_function, check_number, check_positive, is_a, warn
@@ -86,11 +80,6 @@ class ImplicitMethod:
 
     def estimate(self, problem: Problem) -> Derivative:
         """Estimate the derivative at the parameters of the problem."""
-        if problem.create_graph and not self.is_exact:
-            raise ValueError(
-                f"{CREATE}: {type(self).__name__} approximates the derivative, so its own derivative is not correct. "
-                "Take CG, Exact or Unroll."
-            )
         with torch.enable_grad():
             values, hyper = problem.variables(), problem.hyper_leaves()
             if problem.create_graph:
@@ -567,4 +556,5 @@ class _TaskHessians:
         return self._rows(products) + self._split.penalty * vectors
 
     def _rows(self, flat: Tensor) -> Tensor:
-        return rows_of(split_rows(flat, self.leaves), self.num_matrices)
+        parts = flat.split_with_sizes([leaf.numel() for leaf in self.leaves])
+        return rows_of(parts, self.num_matrices)

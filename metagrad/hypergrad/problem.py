@@ -16,9 +16,8 @@ from metagrad.core.tree import (
     Tree,
     is_differentiable,
     leaf_names,
-    tree_flatten,
     tree_leaves,
-    tree_unflatten,
+    tree_map,
     zeros_for_none,
 )
 from metagrad.curvature.operators.space import Parameters, check_params, values_of, with_values
@@ -48,7 +47,10 @@ class Derivative(NamedTuple):
 
 
 class HypergradientMethod(Protocol):
-    """A hypergradient method: a frozen dataclass of its hyperparameters."""
+    """A hypergradient method: a frozen dataclass of its hyperparameters.
+
+    If the derivative of its result is correct, it has an attribute ``is_exact = True``.
+    """
 
     def estimate(self, problem: Problem) -> Derivative:
         """Estimate the derivative. A failed solve is part of the result."""
@@ -123,7 +125,8 @@ class Problem:
 
     def hyper_of(self, leaves: Sequence[Tensor]) -> Tree:
         """Return leaves in the pytree of ``hyper``."""
-        return tree_unflatten(list(leaves), tree_flatten(self.hyper)[1])
+        supply = iter(leaves)
+        return tree_map(lambda _: next(supply), self.hyper)
 
     def _one_number(
         self, what: str, function: BilevelLoss, values: Params, hyper: Sequence[Tensor]

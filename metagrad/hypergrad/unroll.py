@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from metagrad.core._torch import linalg
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import check_count, check_function, check_number, check_positive, refuse
 from metagrad.core.tree import HALF, Params, Tree, leaf_names, plus, tree_leaves, zeros_for_none
-from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, gradients, partials, refuse_sparse
+from metagrad.hypergrad.problem import CALL, Derivative, Problem, gradients, partials, refuse_sparse
 from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
 
@@ -60,6 +60,7 @@ class Unroll:
         2015; Shaban, Cheng, Hatch, Boots, "Truncated back-propagation for bilevel optimization", AISTATS 2019.
     """
 
+    is_exact: ClassVar[bool] = True
     rule: RuleOf
     steps: int
     _: KW_ONLY
@@ -182,11 +183,7 @@ def _partials(
 
 
 def _check(problem: Problem) -> None:
-    """Raise for a differentiable derivative, and for half precision."""
-    if problem.create_graph:
-        raise ValueError(
-            f"{CREATE}: FiniteDifference is a difference, which is not differentiable. Take CG, Exact or Unroll."
-        )
+    """Raise ``TypeError`` for half precision."""
     hyper = zip(leaf_names(problem.hyper, "hyper"), tree_leaves(problem.hyper), strict=True)
     for name, value in [*problem.params.items(), *hyper]:
         if value.dtype in HALF:

@@ -16,17 +16,12 @@ from metagrad.core._torch import linalg
 from metagrad.core.checks import check_number, check_positive
 from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import HALF, Params, widened
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.ggn import flattened
 from metagrad.curvature.solvers.methods import CG, RESULTS, Run, Start
 from metagrad.curvature.solvers.solution import Result
 from metagrad.optim.newton.vector import Objective, VectorOptimizer, flat, split, without_gradients
-from metagrad.optim.second_order.curvature_optimizer import (
-    BackwardPass,
-    LossRecorder,
-    WeightedLoss,
-    options_of,
-    scalar_of,
-)
+from metagrad.optim.second_order.curvature_optimizer import BackwardPass, LossRecorder, options_of, scalar_of
 from metagrad.optim.torch_optim.optimizer import ParameterGroups, ParamsWithGrad, as_number
 from metagrad.optim.torch_optim.state import PendingUpdate
 
@@ -77,15 +72,15 @@ class Curvature:
         if not self._losses:
             return torch.zeros_like(v)
         images = self._recorded.push(v).split_with_sizes([loss.loss.output.numel() for loss in self._losses])
-        products = [self._of_output(*pair) for pair in zip(self._losses, images, strict=True)]
+        products = [self._of_output(*loss, v) for loss, v in zip(self._losses, images, strict=True)]
         return self._recorded.pull(torch.cat(products))
 
-    def _of_output(self, loss: WeightedLoss, v: Tensor) -> Tensor:
+    def _of_output(self, loss: OutputLoss, weight: Tensor, v: Tensor) -> Tensor:
         """Multiply a vector by the matrix of the output of one loss."""
-        known, is_ggn = loss.loss, self._matrix == "ggn"
-        matrix = flattened(known.hessian_product if is_ggn else known.fisher_product, known.output)
+        if self._matrix == "ggn":
+            return weight * flattened(loss.hessian_product, loss.output)(v)
         # Maximizing a log-likelihood uses the same Fisher matrix, with a positive sign.
-        return (loss.weight if is_ggn else loss.weight.abs()) * matrix(v)
+        return weight.abs() * flattened(loss.fisher_product, loss.output)(v)
 
 
 def conjugate_gradients(
