@@ -16,7 +16,7 @@ from metagrad.core.checks import check_count, refuse
 from metagrad.core.tree import LossFn, Params, tensors_in, tree_map
 from metagrad.curvature.kronecker.groups import refuse_batch_norms
 from metagrad.curvature.kronecker.operator import Kronecker
-from metagrad.curvature.likelihoods.recognition import evaluate
+from metagrad.curvature.likelihoods import evaluate
 from metagrad.curvature.operators.batches import Batch, Reduction, count_of, each_batch, num_data, varies
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.operator import Operator

@@ -14,7 +14,7 @@ from metagrad.core._torch import linalg, named_modules
 from metagrad.core.capture import AutocastState
 from metagrad.core.checks import is_list_or_tuple, progress, refuse
 from metagrad.core.tree import Tree, plain_dicts, tensors_in, tree_map_only
-from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.likelihoods import OutputLoss
 from metagrad.curvature.operators.operator import GraphOperator, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 

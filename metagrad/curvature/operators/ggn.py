@@ -16,7 +16,7 @@ from metagrad.core.checks import check_choice, check_count
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import LossFn, zeros_for_none
 from metagrad.curvature.estimators.probes import Generators
-from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.likelihoods import OutputLoss
 from metagrad.curvature.operators.batches import (
     Batch,
     BatchedOperator,

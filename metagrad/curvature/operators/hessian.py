@@ -14,7 +14,7 @@ from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import dtypes_explained, is_list_or_tuple
 from metagrad.core.reach import ReachableObjects
 from metagrad.core.substitution import differentiable_run
-from metagrad.curvature.likelihoods.recognition import recognized
+from metagrad.curvature.likelihoods import recognized
 from metagrad.curvature.operators.batches import (
     Batch,
     BatchedOperator,

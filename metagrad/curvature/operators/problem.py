@@ -27,8 +27,7 @@ from metagrad.core.tree import (
     tree_leaves,
     tree_map,
 )
-from metagrad.curvature.likelihoods.output_losses import OutputLoss
-from metagrad.curvature.likelihoods.recognition import evaluate, is_affine_in
+from metagrad.curvature.likelihoods import OutputLoss, evaluate, is_affine_in
 from metagrad.curvature.operators.batches import num_data
 from metagrad.curvature.operators.jacobian import Examples
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, values_of, with_values

@@ -15,7 +15,7 @@ from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_choice, check_function, is_a
 from metagrad.core.tree import Params
-from metagrad.curvature.likelihoods.output_losses import Gaussian, OutputLoss
+from metagrad.curvature.likelihoods import Gaussian, OutputLoss
 from metagrad.curvature.operators.jacobian import Examples
 from metagrad.curvature.solvers.solution import Result
 from metagrad.optim.newton.newton import LEAST_FACTOR, MOST_FACTOR, Descent, NewtonCG, Problem

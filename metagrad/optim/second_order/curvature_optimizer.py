@@ -22,8 +22,7 @@ from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.probes import Generators
-from metagrad.curvature.likelihoods.output_losses import OutputLoss
-from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
+from metagrad.curvature.likelihoods import KNOWN_LOSSES, OutputLoss, evaluate
 from metagrad.distributed.exchange import is_average
 from metagrad.optim.hyperparameters import check_hyperparameter
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, RuleOptimizer, as_number

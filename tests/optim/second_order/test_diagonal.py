@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from metagrad.curvature.estimators.probes import fill
-from metagrad.curvature.likelihoods.recognition import evaluate
+from metagrad.curvature.likelihoods import evaluate
 from metagrad.optim import AdaHessian, SophiaG, SophiaH
 from metagrad.optim.second_order.curvature_optimizer import BackwardPass, WeightedLoss
 from tests.draws import draw

@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
-from metagrad.curvature.likelihoods.output_losses import (
+from metagrad.curvature.likelihoods import (
     Bernoulli,
     BernoulliProbability,
     Categorical,
     Gaussian,
+    evaluate,
+    is_affine_in,
 )
-from metagrad.curvature.likelihoods.recognition import evaluate, is_affine_in
 from tests.draws import randn
 
 torch.manual_seed(0)
