@@ -4,8 +4,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_061, "experiments": 10_181, "tests": 28_242}
-FILES = {"metagrad": 236, "experiments": 79}
+LINES = {"metagrad": 24_048, "experiments": 10_181, "tests": 28_243}
+FILES = {"metagrad": 234, "experiments": 79}
 
 
 @pytest.mark.parametrize("folder", LINES)
