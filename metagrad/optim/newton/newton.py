@@ -16,7 +16,7 @@ from metagrad.core._torch import linalg
 from metagrad.core.checks import check_number, check_positive
 from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import HALF, Params, widened
-from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.likelihoods import OutputLoss
 from metagrad.curvature.operators.ggn import flattened
 from metagrad.curvature.solvers.methods import CG, RESULTS, Run, Start
 from metagrad.curvature.solvers.solution import Result
