@@ -396,7 +396,7 @@ def _elementwise(
 ) -> OutputLoss | None:
     """Make a loss of independent outputs. Its mean is over all outputs unless ``count`` is given."""
     z, target, weight = arguments["input"], arguments["target"], arguments.get("weight")
-    if torch.broadcast_shapes(z.shape, target.shape) != z.shape:  # type: ignore[reportUnknownMemberType]
+    if torch.broadcast_shapes(z.shape, target.shape) != z.shape:
         return None
     scale = z.new_ones(()) if weight is None else weight
     if arguments["reduction"] != "mean":
