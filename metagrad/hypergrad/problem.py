@@ -11,15 +11,7 @@ from torch import Tensor
 
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.substitution import checked_reruns
-from metagrad.core.tree import (
-    Params,
-    Tree,
-    is_differentiable,
-    leaf_names,
-    tree_leaves,
-    tree_map,
-    zeros_for_none,
-)
+from metagrad.core.tree import Params, Tree, leaf_names, tree_leaves, tree_map, zeros_for_none
 from metagrad.curvature.operators.space import Parameters, check_params, values_of, with_values
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.sparse.matrix.tensor import SparseTensor
@@ -89,7 +81,7 @@ class Problem:
         check_params(CALL, self.params)
         leaves = tree_leaves(self.hyper)
         for name, leaf in zip(leaf_names(self.hyper, "hyper"), leaves, strict=True):
-            if not isinstance(leaf, Tensor) or not is_differentiable(leaf):
+            if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise TypeError(f"{CALL}: {name} must be a floating point tensor, got {got}.")
         if not leaves:
