@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -150,36 +150,30 @@ class FiniteDifference:
         check_number("FiniteDifference(lr)", self.lr, 0.0)
         check_positive("FiniteDifference(..., epsilon)", self.epsilon)
 
+    @torch.enable_grad()
     def estimate(self, problem: Problem) -> Derivative:
         """Take the step, and two gradients next to the parameters."""
         _check(problem)
         values, hyper = problem.variables(), problem.hyper_leaves()
         moved = values
         if self.lr > 0:
-            slopes, _ = _partials(problem.inner, values, hyper)
+            slopes, _ = partials(problem.inner(values, hyper), values, hyper)
             moved = {name: _leaf(v - self.lr * slopes[name]) for name, v in values.items()}
-        direction, found = _partials(problem.outer, moved, hyper)
+        direction, found = partials(problem.outer(moved, hyper), moved, hyper)
         norm = linalg.vector_norm(torch.stack([linalg.vector_norm(v) for v in direction.values()]))
         if self.lr == 0 or not bool(norm > 0):
             return Derivative(zeros_for_none(found, hyper))
-        distance = self.epsilon / norm
-        for shift in (distance, -distance):
-            at = {name: _leaf(v + shift * direction[name]) for name, v in values.items()}
-            _, slopes = _partials(problem.inner, at, hyper)
-            scaled = [None if g is None else -self.lr / (2 * shift) * g for g in slopes]
-            found = [plus(*pair) for pair in zip(found, scaled, strict=True)]
-        return Derivative(found)
+        distance, ends = self.epsilon / norm, list[list[Tensor | None]]()
+        for sign in (1, -1):
+            at = {name: _leaf(v + sign * distance * direction[name]) for name, v in values.items()}
+            ends.append(partials(sign * problem.inner(at, hyper), at, hyper)[1])
+        differences = [plus(*pair) for pair in zip(*ends, strict=True)]
+        mixed = [None if d is None else -self.lr / (2 * distance) * d for d in differences]
+        return Derivative([plus(*pair) for pair in zip(found, mixed, strict=True)])
 
 
 def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_()
-
-
-def _partials(
-    loss: Callable[[Params, Sequence[Tensor]], Tensor], values: Params, hyper: Sequence[Tensor]
-) -> tuple[Params, list[Tensor | None]]:
-    with torch.enable_grad():
-        return partials(loss(values, hyper), values, hyper)
 
 
 def _check(problem: Problem) -> None:

@@ -216,6 +216,18 @@ def test_darts_takes_the_outer_gradient_after_a_step():
     assert torch.allclose(found, 0.1 * lam.cos() - 0.25 * lam.exp() * w * c, rtol=1e-6)
 
 
+def test_darts_does_not_lose_the_direct_derivative_in_large_slopes_of_the_inner_loss():
+    """The mixed derivative of b is zero, and its slope 6e5, so a difference must cancel before anything is added."""
+    found = mg.hypergradient(
+        lambda p, h: p["w"] ** 2 + 1e-3 * h["b"],
+        lambda p, h: (p["w"] - 1) ** 2 + 1e5 * h["b"] ** 2,
+        {"w": torch.tensor(0.7)},
+        {"b": torch.tensor(3.0)},
+        method=hypergrad.FiniteDifference(lr=0.1),
+    )
+    assert found["b"].item() == pytest.approx(1e-3)
+
+
 # Sparse hyperparameters and embedding tables
 
 

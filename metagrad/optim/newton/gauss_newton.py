@@ -10,7 +10,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.recorded import Recorded
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_choice, check_function, is_a
@@ -316,9 +315,9 @@ class CustomOutputLoss(OutputLoss):
         """Multiply by the Hessian."""
         with torch.enable_grad():
             z = self.output.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.loss_fn(z), z, create_graph=True)
-            (product,) = graph_vjp([gradient], [z], [vectors])
-        return torch.zeros_like(z) if product is None else product
+            gradient = torch.autograd.grad(self.loss_fn(z), z, create_graph=True)
+        recorded = Recorded("output_loss(loss_fn, output)", gradient, {"output": z})
+        return recorded.pull(vectors.reshape(-1)).view_as(z)
 
     def fisher_product(self, vectors: Tensor) -> NoReturn:
         """Raise ``ValueError``."""

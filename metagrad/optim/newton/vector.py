@@ -100,9 +100,8 @@ class VectorOptimizer(CurvatureOptimizer):
     def _elsewhere(self, params: Params, w: Tensor) -> Generator[Callable[[], Any]]:
         """Yield the closure, to call it at other values of the parameters."""
         assert self._closure is not None
-        values = {
-            p: value.to(p.dtype) for p, value in zip(params.values(), split(w, params).values(), strict=True)
-        }
+        parts = zip(params.values(), split(w, params).values(), strict=True)
+        values = {p: part.to(p.dtype) for p, part in parts}
         with (
             self._random.restored(),
             own_buffers(self._modules),
