@@ -8,14 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from metagrad.attribution.gradients import Metrics
 from metagrad.attribution.retraining import Outcomes, retrain
 from metagrad.attribution.scores import Scores
 from metagrad.core.checks import check_count, check_positive, check_type, refuse, warn
 from metagrad.training import Training
+from metagrad.training.training import Metrics
 
 _DRAWS = 1000  # of a bootstrap
-_FAR = 0.2
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -115,7 +114,7 @@ def lds(
     if outcomes is None:
         outcomes = retrain(training, _subsets(training.num_examples, drop, subsets, seed), metrics)
     distance = float((outcomes.weights.mean(0) - scores.at).mean().abs())
-    if distance > _FAR:
+    if distance > 0.2:
         warn(
             f"lds(scores): the mean weight of the subsets is {distance:.2g} from the weights of the scores. Compute "
             "the scores at the mean: attribute(training(torch.full((n,), 1 - drop)), metrics)."
@@ -171,7 +170,7 @@ def _compared(name: str, scores: Scores, outcomes: Outcomes, note: str, seed: in
     """Return the rank correlation of predicted and retrained metrics, with its interval."""
     predicted, actual = scores.predict(outcomes.weights).double(), outcomes.metrics.double()
     value = float(_correlation(_ranks(predicted), _ranks(actual)).mean())
-    return Evaluation(name, value, _bootstrap(predicted, actual, seed), note, outcomes)
+    return Evaluation(name, value, _bootstrap(predicted, actual, value, seed), note, outcomes)
 
 
 def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
@@ -190,7 +189,8 @@ def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
         1.0
 
     References:
-        Hanley, McNeil, "The meaning and use of the area under a ROC curve", Radiology 143(1), 1982.
+        Newcombe, "Confidence intervals for an effect size measure based on the Mann-Whitney statistic, part 2",
+        Statistics in Medicine 25(4), 2006, method 5 (the interval).
     """
     check_type("auc(scores)", scores, Tensor)
     num_wrong = int(check_type("auc(wrong)", wrong, Tensor).sum())
@@ -200,10 +200,11 @@ def auc(scores: Tensor, wrong: Tensor) -> Evaluation:
         refuse("auc(scores, wrong)", "[n] and bool [n], with wrong and correct examples", wrong)
     ranks = _ranks(scores.double().unsqueeze(1))[:, 0]
     value = (float(ranks[wrong].sum()) - num_wrong * (num_wrong - 1) / 2) / (num_wrong * num_right)
-    q1, q2 = value / (2 - value), 2 * value**2 / (1 + value)
-    variance = value * (1 - value) + (num_wrong - 1) * (q1 - value**2) + (num_right - 1) * (q2 - value**2)
-    error = 1.96 * math.sqrt(max(variance, 0.0) / (num_wrong * num_right))
-    interval = max(value - error, 0.0), min(value + error, 1.0)
+    others = torch.tensor([value, *(i / 10000 for i in range(10001))], dtype=torch.float64)
+    shape = 1 + (len(wrong) / 2 - 1) * ((1 - others) / (2 - others) + others / (1 + others))
+    errors = (others * (1 - others) * shape / (num_wrong * num_right)).sqrt()
+    inside = others[(others - value).abs() <= 1.96 * errors]
+    interval = float(inside.min()), float(inside.max())
     return Evaluation("auc", value, interval, f"{num_wrong} of {len(wrong)} wrong")
 
 
@@ -261,11 +262,10 @@ def metasmoothness(
     check_type("metasmoothness(training)", training, Training)
     check_positive("metasmoothness(h)", h)
     generator = torch.Generator().manual_seed(seed)
-    direction = torch.randint(0, 2, (training.num_examples,), generator=generator).double() * 2 - 1
     if scores is not None:
         _check_weights("metasmoothness(scores)", scores)
-        direction = direction.to(scores.at.device)
-    at = torch.ones_like(direction) if scores is None else scores.at.double()
+    at = torch.ones(training.num_examples) if scores is None else scores.at
+    direction = torch.randint(0, 2, at.shape, generator=generator).to(at.device).double() * 2 - 1
     weights = torch.stack([at + i * h * direction for i in range(3)])
     outcomes = retrain(training, weights, metrics, keep=True)
     assert outcomes.params is not None
@@ -306,15 +306,17 @@ def _correlation(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-2) / (_norm(a, -2) * _norm(b, -2)).clamp(min=1e-12)
 
 
-def _bootstrap(predicted: Tensor, actual: Tensor, seed: int) -> tuple[float, float]:
-    """Return the interval of the mean rank correlation, over random rows and metrics."""
+def _bootstrap(predicted: Tensor, actual: Tensor, value: float, seed: int) -> tuple[float, float]:
+    """Return the interval of the mean rank correlation, over random rows and metrics.
+
+    A mean over repeated rows differs from the mean over all rows as this one differs from the true value. It is
+    lower, because repeated rows have the same rank.
+    """
     generator = torch.Generator().manual_seed(seed)
-    rows, columns = predicted.shape
-    means: list[Tensor] = []
+    means = list[Tensor]()
     for _ in range(_DRAWS):
-        i = torch.randint(rows, (rows,), generator=generator)
-        j = torch.randint(columns, (columns,), generator=generator)
+        i, j = (torch.randint(size, (size,), generator=generator) for size in predicted.shape)
         drawn = [_ranks(values[i][:, j]) for values in (predicted, actual)]
         means.append(_correlation(*drawn).mean())
-    ordered = torch.stack(means).sort().values
-    return float(ordered[round(0.025 * _DRAWS)]), float(ordered[round(0.975 * _DRAWS) - 1])
+    low, high = map(float, torch.stack(means).quantile(torch.tensor([0.025, 0.975]).to(means[0])))
+    return max(min(2 * value - high, value), -1.0), min(2 * value - low, 1.0)

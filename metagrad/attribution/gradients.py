@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from metagrad.curvature.influence import measurement_gradients
 from metagrad.training import Trained
 from metagrad.training.losses import example_losses
 from metagrad.training.step import State
-
-Metrics: TypeAlias = "Callable[[Callable[..., Any]], Tensor]"
-"""Function of a callable model that returns the metrics, ``[k]``."""
+from metagrad.training.training import Metrics
 
 _BLOCK = 256
 """Number of examples whose gradients are computed together."""

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from metagrad.attribution.gradients import Metrics
 from metagrad.core.checks import check_count, check_function, check_type, is_a, refuse
 from metagrad.training import Trained
+from metagrad.training.training import Metrics
 
 UNSTABLE = 1e6
 """Growth of cotangents above which float32 scores are rounding errors."""

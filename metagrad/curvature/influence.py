@@ -178,6 +178,8 @@ def _query_gradients(problem: ModelProblem, queries: Any) -> Tensor:
         for j in range(num_data(problem.call, batch)):
             one = problem.evaluate(tree_map(lambda leaf: leaf[j : j + 1], batch))  # noqa: B023
             found.append(_flat_gradient(one.loss, one.recorded.inputs))
+    if not found:
+        refuse(f"{problem.call}: queries", "at least one query", 0)
     return torch.stack(found)
 
 

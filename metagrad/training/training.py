@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.unrolling.plan import Plan, states_of
@@ -25,6 +26,7 @@ from metagrad.core.checks import (
 )
 from metagrad.core.modules import check_substitutable, refuse_wrapped
 from metagrad.core.reach import Place, ReachableObjects
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import LossFn, Params, Tree, dissect, is_differentiable
 from metagrad.optim.rule import Rule
 from metagrad.optim.transforms.chain import check_rule
@@ -34,6 +36,8 @@ from metagrad.training.stream import Examples, Stream
 from metagrad.training.trajectory import Report, Trajectory
 
 Transform = Callable[[Tree, Tree], "tuple[Tree, Tree]"]
+Metrics = Callable[[Callable[..., Any]], Tensor]
+"""Function of a callable model that returns the metrics, ``[k]``."""
 
 
 class Training:
@@ -249,8 +253,7 @@ class Training:
         """Return the tensors that require grad among those that the loss, the model and the transform can reach."""
         known = {id(t) for t in (*params.values(), *self.model.params().values())}
         given = self.step.loss_fn, self.model.module, self.step.transform
-        functions = [function for function in given if function is not None]
-        reached = [found for function in functions for found in ReachableObjects(function).tensors]
+        reached = [found for f in given if f is not None for found in ReachableObjects(f).tensors]
         return [(place, t) for place, t in reached if t.requires_grad and id(t) not in known]
 
     def _checked_data(self, data: tuple[Tree, Tree]) -> Examples:
@@ -324,11 +327,7 @@ class Trained:
         return model
 
     def jacobian(
-        self,
-        metrics: Callable[[Callable[..., Any]], Tensor],
-        wrt: str = "weights",
-        *,
-        chunk: int | None = None,
+        self, metrics: Metrics, wrt: str = "weights", *, chunk: int | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Differentiate several metrics of the trained model in one backward sweep through training.
 
@@ -345,10 +344,10 @@ class Trained:
 
         Raises:
             ValueError: ``metrics`` does not return ``[k]``, or its result has no graph (an accuracy, for
-                example).
+                example). It reads the inputs of the training, or tensors of this object such as ``losses``.
         """
         check_choice("trained.jacobian(wrt)", wrt, Leaves._fields)
-        values, rows = self._rows(metrics)
+        values, rows = self._rows(metrics, wrt)
         leaves = self.trajectory.leaves
         wanted = leaves.only(wrt)
         count = check_count("trained.jacobian(chunk)", chunk, optional=True) or len(values)
@@ -359,7 +358,7 @@ class Trained:
             parts.append(_dense(getattr(found, wrt), getattr(leaves, wrt), size))
         return values, [torch.cat(columns) for columns in zip(*parts, strict=True)]
 
-    def _rows(self, metrics: Callable[[Callable[..., Any]], Tensor]) -> tuple[Tensor, StateCotangents]:
+    def _rows(self, metrics: Metrics, wrt: str) -> tuple[Tensor, StateCotangents]:
         """Return the metrics, and their derivatives with respect to the final state."""
         final = self.trajectory.final
         params = {name: variable(p) for name, p in final.params.items()}
@@ -369,6 +368,13 @@ class Trained:
         check_type("trained.jacobian(metrics): the returned value", values, Tensor)
         if values.ndim != 1 or not len(values) or not values.requires_grad:
             refuse("trained.jacobian(metrics)", "[k] numbers that depend on the model, k > 0", values)
+        others = [*getattr(self.trajectory.leaves, wrt), self.losses]
+        ends = {get_gradient_edge(tensor).node for tensor in others if tensor.requires_grad}
+        if not ends.isdisjoint(graph_nodes([values])):
+            raise ValueError(
+                "trained.jacobian(metrics): the metrics depend on inputs of the training, or on tensors of trained "
+                "such as losses, besides the model that they receive. Call metrics(trained)[i].backward()."
+            )
         inputs = [*params.values(), *buffers.values()]
         rows: Cotangents = vjp([values], inputs, [torch.eye(len(values)).to(values)], len(values))
         optimizer: Cotangents = [None] * len(dissect(final.optimizer)[0])

@@ -1,5 +1,6 @@
 """Scores and evaluations against closed forms."""
 
+import math
 from collections import UserDict
 
 import pytest
@@ -11,9 +12,10 @@ import metagrad as mg
 from metagrad.attribution import (
     EKFAC,
     TRAK,
-    Evaluation,
     Influence,
     Outcomes,
+    Replay,
+    Scores,
     TracIn,
     auc,
     lds,
@@ -156,16 +158,18 @@ def test_evaluations_of_a_smooth_training_are_nearly_one():
     assert again.value == found.value
 
 
-@pytest.mark.slow
-def test_the_interval_of_scores_that_predict_nothing_covers_zero():
-    training = ridge(steps=2)
-    scores = mg.attribute(training(), predictions)
-    weights, covered = subsets(40, 0.1, 50), 0
-    for seed in range(20):
-        metrics = torch.randn(50, 3, generator=torch.Generator().manual_seed(seed))
-        low, high = lds(training, scores, predictions, outcomes=Outcomes(weights, metrics)).interval
-        covered += low <= 0 <= high
-    assert covered >= 16  # of 20 at 95 %: fewer have a probability of 3e-4
+@pytest.mark.parametrize("correlation", [0.0, 0.8, 0.99])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_interval_of_a_rank_correlation_covers_the_truth(seed, correlation):
+    generator = torch.Generator().manual_seed(seed)
+    scores = Scores(torch.randn(20, 40, generator=generator), torch.ones(40), torch.zeros(20), Replay())
+    weights = 1 + 0.1 * torch.randn(100, 40, generator=generator)
+    predicted = scores.predict(weights) / (0.1 * scores.values.norm(dim=1))  # normal, of variance 1
+    noise = torch.randn(100, 20, generator=generator)
+    outcomes = Outcomes(weights, correlation * predicted + math.sqrt(1 - correlation**2) * noise)
+    found = lds(ridge(steps=2), scores, predictions, outcomes=outcomes)
+    assert found.interval[0] < 6 / math.pi * math.asin(correlation / 2) < found.interval[1]
+    assert found.interval[0] < found.value < found.interval[1]
 
 
 def test_lds_warns_if_the_scores_are_far_from_the_subsets():
@@ -185,8 +189,18 @@ def test_auc_counts_pairs_and_halves_ties():
     assert found.value == pytest.approx(sum(map(float, pairs)) / 6)
     assert found.interval[0] < found.value <= found.interval[1]
     perfect = auc(torch.arange(10.0), torch.arange(10) > 6)
-    assert perfect.value == pytest.approx(1)
-    assert isinstance(perfect, Evaluation)
+    assert perfect.value == perfect.interval[1] == pytest.approx(1)
+    assert 0.4 < perfect.interval[0] < 0.8  # of three wrong examples
+
+
+@pytest.mark.parametrize("shift", [-3.5, 0.0, 3.5])
+def test_the_interval_of_the_auc_covers_the_truth(shift):
+    wrong, truth, covered = torch.arange(100) < 10, (1 + math.erf(shift / 2)) / 2, 0
+    for seed in range(100):
+        scores = torch.randn(100, generator=torch.Generator().manual_seed(seed)) + shift * wrong
+        low, high = auc(scores, wrong).interval
+        covered += low <= truth <= high
+    assert covered >= 88  # at 95 %: fewer have a probability of 2e-3
 
 
 def test_tracin_is_its_formula():
@@ -235,15 +249,15 @@ def test_trak_without_projection_is_the_influence_of_the_linearized_model():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def scored(metrics, *method):
+    return mg.attribute(classifier()(), metrics, *method)
+
+
 WRONG = {
     "no training": (lambda: mg.attribute(nn.Linear(4, 3), test_losses), TypeError, "attribute(trained)"),
-    "a scalar": (
-        lambda: mg.attribute(classifier()(), lambda net: test_losses(net).mean()),
-        ValueError,
-        "1-d tensor",
-    ),
-    "metrics in a list": (lambda: mg.attribute(classifier()(), lambda net: [1.0]), TypeError, "got list"),
-    "values": (lambda: mg.attribute(classifier()(), torch.ones(3)), TypeError, "not what it returns"),
+    "a scalar": (lambda: scored(lambda net: test_losses(net).mean()), ValueError, "1-d tensor"),
+    "metrics in a list": (lambda: scored(lambda net: [1.0]), TypeError, "got list"),
+    "values": (lambda: scored(torch.ones(3)), TypeError, "not what it returns"),
     "not trained": (lambda: mg.attribute(classifier(), test_losses), TypeError, "training()"),
     "trained": (lambda: retrain(classifier()(), torch.ones(1, 20), test_losses), TypeError, "got Trained"),
     "lds of trained": (lambda: lds(classifier()(), None, test_losses), TypeError, "lds(training)"),
@@ -259,45 +273,27 @@ WRONG = {
         "NaN has no rank, got nan",
     ),
     "no length": (lambda: metasmoothness(classifier(), test_losses, h=0), ValueError, "above 0"),
-    "no graph": (
-        lambda: mg.attribute(classifier()(), lambda net: test_losses(net).detach()),
-        ValueError,
-        "numbers that depend on the model",
-    ),
-    "no metric": (
-        lambda: mg.attribute(classifier()(), lambda net: test_losses(net)[:0]),
-        ValueError,
-        "attribute(metrics)",
-    ),
+    "no graph": (lambda: scored(lambda net: test_losses(net).detach()), ValueError, "depend on the model"),
+    "no metric": (lambda: scored(lambda net: test_losses(net)[:0]), ValueError, "attribute(metrics)"),
     "unequal weights": (
         lambda: mg.attribute(classifier()(torch.rand(20)), test_losses, Influence()),
         ValueError,
         "one weight above 0",
     ),
     "a mask": (
-        lambda: loo(classifier(), mg.attribute(classifier()(), test_losses), test_losses, torch.ones(3) > 0),
+        lambda: loo(classifier(), scored(test_losses), test_losses, torch.ones(3) > 0),
         ValueError,
         "int64",
     ),
     "no example": (
-        lambda: loo(
-            classifier(), mg.attribute(classifier()(), test_losses), test_losses, torch.arange(18, 21)
-        ),
+        lambda: loo(classifier(), scored(test_losses), test_losses, torch.arange(18, 21)),
         ValueError,
         "indices of 20 examples",
     ),
-    "no wrong": (
-        lambda: auc(torch.ones(3), torch.zeros(3, dtype=torch.bool)),
-        ValueError,
-        "auc(scores, wrong)",
-    ),
-    "a class": (lambda: mg.attribute(classifier()(), test_losses, TRAK), TypeError, "attribute(method)"),
+    "no wrong": (lambda: auc(torch.ones(3), torch.zeros(3) > 0), ValueError, "auc(scores, wrong)"),
+    "a class": (lambda: scored(test_losses, TRAK), TypeError, "attribute(method)"),
     "a list": (lambda: loo(classifier(), None, test_losses, [0, 1, 2]), TypeError, "loo(examples)"),
-    "no method": (
-        lambda: mg.attribute(classifier()(), test_losses, "tracin"),
-        TypeError,
-        "attribute(method)",
-    ),
+    "no method": (lambda: scored(test_losses, "tracin"), TypeError, "attribute(method)"),
 }
 
 

@@ -106,11 +106,11 @@ def products(group):
 
 
 def factors(group):
-    """Unequal shares, means and sums, and EK-FAC, with all kinds of layers. A rank may have no label."""
+    """Unequal shares, means and sums, and EK-FAC, with all kinds of layers. A rank may have no label or no data."""
     tokens, linear = nn.Sequential(nn.Embedding(6, 4), nn.Flatten()), nn.Linear(8, 5)
     model = nn.Sequential(tokens, linear, nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 3))
     x, y, own = torch.randint(0, 6, (11, 2)), torch.randint(0, 3, (11,)), share_of(group, 11)
-    late = y.where(torch.arange(11) >= 6, -100)
+    late, one = y.where(torch.arange(11) >= 6, -100), share_of(group, 1)
 
     def total(output, target):
         return F.cross_entropy(output, target, reduction="sum")
@@ -120,12 +120,18 @@ def factors(group):
             model,
             loss_fn,
             dict(model.named_parameters()),
-            (x[own], labels[own]),
+            data,
             correct=correct,
             fisher="exact",
             group=group,
         ).to_dense()
-        for loss_fn, labels in ((F.cross_entropy, y), (total, y), (F.cross_entropy, late))
+        for loss_fn, data in (
+            (F.cross_entropy, (x[own], y[own])),
+            (total, (x[own], y[own])),
+            (F.cross_entropy, (x[own], late[own])),
+            (total, (x[one], y[one])),
+            (total, [(x[one], y[one])][: len(one)]),
+        )
         for correct in (False, True)
     ]
 

@@ -199,7 +199,7 @@ class Groups:
                     hooks.callback(handle.remove)
             evaluation = self.problem.evaluate(batch)
         self._check_reached(evaluation)
-        if not self._is_checked:
+        if evaluation.num_examples and not self._is_checked:
             self._is_checked = evaluation.num_examples > 1
             self._check_gradients(evaluation)
             self._check_order(evaluation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -118,21 +119,20 @@ def kfac(
     refuse_iterator(call, data)
     problem = ModelProblem(call, model, loss_fn, params, any_split=True)
     groups = Groups(problem, model, other, sharing)
-    labels, blocks, count = labels_of(fisher, generator), list[Eigenblock](), None
+    labels, blocks = labels_of(fisher, generator), list[Eigenblock]()
     kept = [groups.observe(data)] if is_one_batch(data) else []
     for _ in range(1 + correct):
         labels.clear()
         total: float | Tensor = 0.0
         for evaluation in kept or map(groups.observe, each_batch(call, data, problem.space.device)):
             count = count_of(call, evaluation.batch, evaluation.known, reduction)
-            if count is None or count:  # the mean over no data is nan, for example if all labels are ignored
+            if evaluation.num_examples and (count is None or count):  # the mean over no data is nan
                 with torch.autocast(problem.space.device.type, enabled=False):
                     groups.add(evaluation, _columns(evaluation, fisher, samples, labels, count))
-            total = 1.0 if count is None else total + count
+                total = math.inf if count is None else total + count  # a sum has no divisor
         if group is not None and group.size() > 1:
-            whole = groups.over_ranks(total, group)
-            total = total if count is None else whole
-        blocks = groups.blocks(total)
+            total = groups.over_ranks(total, group)
+        blocks = groups.blocks(1.0 if total == math.inf else total)
     return Kronecker(problem.space, blocks)
 
 

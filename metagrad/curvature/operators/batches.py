@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +46,9 @@ def refuse_iterator(call: str, batches: Iterable[Batch]) -> None:
 
 
 def each_batch(call: str, data: Batch | Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches of data on a device. Raise ``ValueError`` if there are none."""
-    is_empty = True
-    batches: Any = [data] if is_one_batch(data) else data
-    for batch in progress(batches, call):
-        is_empty = False
+    """Yield the batches of data on a device."""
+    for batch in progress([data] if is_one_batch(data) else data, call):
         yield tree_map_only(Tensor, lambda leaf: leaf.to(device), plain_dicts(batch))
-    if is_empty:
-        raise ValueError(f"{call}: the data has no batches.")
 
 
 class BatchedOperator(Operator):
@@ -125,6 +120,7 @@ class BatchedOperator(Operator):
         for batch in each_batch(self.call, self.batches, self.device):
             with self._autocast.restored():
                 operator = self._operator_for(batch)
+                operator._pairs = None  # images of a batch may be only rounding errors, the sum is compared
                 try:
                     yield operator
                 finally:
