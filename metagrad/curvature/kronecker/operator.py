@@ -141,12 +141,8 @@ def _columns(
 ) -> Iterator[list[Tensor]]:
     """Yield cotangents of the outputs. Their outer products for each example add up to ``count`` times the matrix."""
     known = evaluation.known
-    if known is not None and bool((known.scale < 0).any()):
-        refuse(
-            f"{evaluation.problem.call}: weights of the loss",
-            "numbers of 0 or more",
-            known.scale.min().item(),
-        )
+    if known is not None and (least := float(known.scale.min())) < 0:
+        refuse(f"{evaluation.problem.call}: weights of the loss", "numbers of 0 or more", least)
     root = 1.0 if count is None else float(count) ** 0.5  # the square root of an int64 tensor is float32
     if fisher == "exact":
         known = known_loss(evaluation)

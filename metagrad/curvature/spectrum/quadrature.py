@@ -87,21 +87,19 @@ def gauss_rule(state: LanczosState, start: int, size: int | None = None) -> Gaus
     return GaussRule(*linalg.eigh(state.projected[start, :size, :size]))
 
 
-def krylov_spaces(
-    operator: LinearMap,
-    count: int,
-    *,
-    steps: int,
-    generator: torch.Generator | None,
-    chunk: str | int | float,
-    call: str,
-) -> Iterator[tuple[Tensor, LanczosState]]:
-    """Draw probes, and run Lanczos from as many probes together as have their bases in a chunk."""
+def krylov_sampler(
+    call: str, operator: LinearMap, steps: int, generator: torch.Generator | None, chunk: str | int | float
+) -> ProbeSampler:
+    """Return a sampler of as many probes together as have their Krylov bases in a chunk."""
     check_count(f"{call}: steps", steps)
     stored = min(steps, checked_size(call, operator))
-    sampler = ProbeSampler(call, operator, "rademacher", generator, chunk, stored=stored)
+    return ProbeSampler(call, operator, "rademacher", generator, chunk, stored=stored)
+
+
+def krylov_spaces(sampler: ProbeSampler, count: int, steps: int) -> Iterator[tuple[Tensor, LanczosState]]:
+    """Draw probes, and run Lanczos from them."""
     for probes in sampler.drawn(count):
-        yield probes, lanczos(operator, probes, steps=steps, call=call)
+        yield probes, lanczos(sampler.operator, probes, steps=steps, call=sampler.call)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -245,12 +243,11 @@ def spectral_density(
     """
     check_count(f"{_DENSITY}: probes", probes)
     check_positive(f"{_DENSITY}: sigma", sigma, optional=True)
+    sampler = krylov_sampler(_DENSITY, operator, steps, generator, chunk)
     nodes: list[Tensor] = []
     weights: list[Tensor] = []
     matvecs = 0
-    for _, state in krylov_spaces(
-        operator, probes, steps=steps, generator=generator, chunk=chunk, call=_DENSITY
-    ):  # fmt: skip
+    for _, state in krylov_spaces(sampler, probes, steps):
         rules = [gauss_rule(state, start) for start in range(len(state.sizes))]
         nodes += [_padded(rule.nodes, state.basis.shape[1], float(rule.nodes[0])) for rule in rules]
         weights += [_padded(rule.weights, state.basis.shape[1], 0.0) for rule in rules]
@@ -331,12 +328,11 @@ def trace_of(
     check_count(f"{call}: probes", probes)
     check_positive(f"{call}: rtol", rtol, optional=True)
     check_function(call, "function", function)
+    sampler = krylov_sampler(call, operator, steps, generator, chunk)
     samples: list[Tensor] = []
     estimate, matvecs = None, 0
     for count in [probes] if rtol is None else batches(probes, _FEWEST, _FEWEST):
-        for starts, state in krylov_spaces(
-            operator, count, steps=steps, generator=generator, chunk=chunk, call=call
-        ):  # fmt: skip
+        for starts, state in krylov_spaces(sampler, count, steps):
             samples += [_sample(start, state, i, function, call) for i, start in enumerate(starts)]
             matvecs += state.matvecs
         estimate = _estimate(torch.stack(samples), matvecs, rtol, torch.finfo(operator.dtype).eps, call)
