@@ -101,14 +101,17 @@ def check_positive(call: str, value: Any, *, optional: bool = False) -> Any:
 
 
 def check_scalar(call: str, value: Any, least: float = -math.inf) -> Any:
-    """Raise an error unless a value is a number of at least ``least``, or a tensor with one such element."""
+    """Raise an error unless a value is a number of at least ``least``, or a tensor with one such element.
+
+    Return the number, or a tensor without dimensions.
+    """
     if not isinstance(value, (numbers.Real, torch.Tensor)):
         refuse(call, "a number or a tensor", type(value).__name__, TypeError)
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         refuse(call, "a number or a tensor with one element", tuple(value.shape))
     if least > -math.inf:  # inside of a transform, the value of a tensor cannot be read
         check_number(call, float(value.detach() if isinstance(value, torch.Tensor) else value), least)
-    return value
+    return value.reshape(()) if isinstance(value, torch.Tensor) else value
 
 
 def check_choice(call: str, value: T, choices: Any) -> T:

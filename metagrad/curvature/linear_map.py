@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_a
+from metagrad.core.checks import is_a, refuse
 
 FACTORIZED = (torch.float32, torch.float64)
 """The dtypes whose matrices torch can factorize."""
@@ -91,11 +91,9 @@ def checked_size(call: str, operator: LinearMap) -> int:
 def shaped_products(call: str, operator: LinearMap, vectors: Tensor) -> Tensor:
     """Multiply rows. Raise ``ValueError`` unless the products have the shape of the vectors."""
     products = operator.multiply(vectors)
-    if not is_a(products, Tensor) or products.shape != vectors.shape:
-        got = tuple(products.shape) if is_a(products, Tensor) else type(products).__name__
-        raise ValueError(
-            f"{call}: operator.multiply must keep the shape {tuple(vectors.shape)} of its vectors, got {got}."
-        )
+    shape = tuple(products.shape) if is_a(products, Tensor) else type(products).__name__
+    if shape != tuple(vectors.shape):
+        refuse(f"{call}: operator.multiply(rows)", f"products of the shape {tuple(vectors.shape)}", shape)
     return products
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from metagrad.autograd.derivatives.recorded import Recorded, refuse_order
 from metagrad.core._torch import gradients_or_none
 from metagrad.core.budget import Bytes, checked_bytes
-from metagrad.core.checks import check_choice, check_count
+from metagrad.core.checks import check_choice, check_count, refuse
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import LossFn, zeros_for_none
 from metagrad.curvature.estimators.probes import Generators
@@ -260,10 +260,8 @@ def _num_rows(evaluation: ModelEvaluation) -> int:
         return evaluation.known.num_data
     sizes = {len(z) if z.ndim else 1 for z in evaluation.outputs}
     if len(sizes) > 1:
-        raise ValueError(
-            f"{evaluation.problem.call}: the first dimension of every output must count the data, got sizes "
-            f"{sorted(sizes)}."
-        )
+        call = f"{evaluation.problem.call}: the first dimensions of the outputs"
+        refuse(call, "the number of data in every output", sorted(sizes))
     return sizes.pop()
 
 

@@ -223,7 +223,7 @@ class Operator:
     def __mul__(self, factor: float | Tensor) -> Operator:
         if not is_a(factor, int, float, Tensor):
             return NotImplemented
-        scalar = _without_dimensions(check_scalar("c * H: c", factor))
+        scalar = check_scalar("c * H: c", factor)
         return DerivedOperator(self.space, lambda rows: self.multiply(rows) * scalar, self)
 
     __rmul__ = __mul__
@@ -233,7 +233,7 @@ class Operator:
 
     def damped(self, delta: float | Tensor) -> Operator:
         """Return ``H + delta I``. ``delta`` may be a tensor with one element that requires grad."""
-        scalar = _without_dimensions(check_scalar("H.damped(delta): delta", delta))
+        scalar = check_scalar("H.damped(delta): delta", delta)
         return DerivedOperator(self.space, lambda rows: self.multiply(rows) + scalar * rows, self)
 
     def preconditioned(self, root: Rows | Tensor | Vectors) -> Operator:
@@ -472,7 +472,3 @@ class GraphOperator(Operator):
             block.close()
         self.loss = self.loss.detach()
         del self._recorded
-
-
-def _without_dimensions(scalar: float | Tensor) -> float | Tensor:
-    return scalar.reshape(()) if isinstance(scalar, Tensor) else scalar

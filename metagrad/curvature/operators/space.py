@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,8 +180,7 @@ class ParameterSpace:
                 f"H[{prefix!r}]: no parameter has this name, nor is below it. The parameters are "
                 f"{', '.join(self.names)}."
             )
-        made = ParameterSpace.__new__(ParameterSpace)
-        made.dtype, made.device = self.dtype, self.device
+        made = copy.copy(self)
         made._set(chosen)
         return made
 

@@ -209,5 +209,5 @@ def test_outputs_that_are_refused():
     weight = {"0.weight": params["0.weight"]}
     two = lambda p, x: (x @ p["0.weight"].t(), p["0.weight"].sum())  # noqa: E731
     loss_fn = lambda z, y: z[0].exp().mean() * z[1]  # noqa: E731
-    with pytest.raises(ValueError, match="first dimension of every output must count the data"):
+    with pytest.raises(ValueError, match="first dimensions of the outputs: expected the number of data"):
         fisher(two, loss_fn, weight, (x, y), kind="empirical", reduction="mean")
