@@ -6,6 +6,7 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.derivatives.hvp import Hvp, hvp
 from metagrad.autograd.derivatives.linearize import Linearization, linearize
+from metagrad.autograd.derivatives.value_and_grad import value_and_grad
 from metagrad.autograd.recompute.checkpoint import checkpoint
 from metagrad.autograd.recompute.chunks import attention, linear_cross_entropy
 from metagrad.autograd.unrolling.unroll import unroll
@@ -24,4 +25,5 @@ __all__ = [
     "linearize",
     "lint",
     "unroll",
+    "value_and_grad",
 ]

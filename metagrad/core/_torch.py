@@ -71,9 +71,6 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 has_dispatch_mode = torch.utils._python_dispatch.is_in_torch_dispatch_mode
 """Return whether such a mode is active. Torch then computes some derivatives by other operations."""
 
-is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
-"""Return whether a tensor wraps other tensors that own the storages."""
-
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 """The class of tensors without memory, which torch.compile uses during tracing."""
 

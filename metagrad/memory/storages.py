@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from metagrad.core import _torch
-from metagrad.core._torch import FakeTensor, TorchDispatchMode, is_wrapper_subclass
+from metagrad.core._torch import FakeTensor, TorchDispatchMode
 from metagrad.core.tree import tensors_in
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def _has_own_dispatch(cls: type) -> bool:
 def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if isinstance(tensor, FakeTensor):
         return
-    if is_wrapper_subclass(tensor):
-        yield from tensors_in([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+    if (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None:
+        yield from tensors_in([getattr(tensor, name) for name in flatten()[0]])
     else:
         yield from tensors_in(vars(tensor))
 

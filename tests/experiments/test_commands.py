@@ -42,6 +42,7 @@ SMALL = {
     "benchmarks.maml": QUICK,
     "benchmarks.sparse ": " --rounds 1",
     "benchmarks.curvature": " --rounds 1 --probes 2 --methods gradient",
+    "benchmarks.forces": " --rounds 1",
     "benchmarks.heads": " --rounds 1 --width 16 --layers 1 --positions 32",
     "benchmarks.optimizers": " --rounds 1 --workloads mlp-128 --optimizers AdaHessian",
     "benchmarks.kronecker": " --loss 3 --dampings 1e-2",
