@@ -4,8 +4,8 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_017, "experiments": 10_181, "tests": 28_252}
-FILES = {"metagrad": 234, "experiments": 79}
+LINES = {"metagrad": 24_152, "experiments": 10_245, "tests": 28_429}
+FILES = {"metagrad": 235, "experiments": 80}
 
 
 @pytest.mark.parametrize("folder", LINES)
