@@ -94,7 +94,7 @@ class _Fit(GaussNewton):
     def _move(self) -> None:
         params = self._all_params()
         slopes = flat([params[0].new_zeros(1), *(p.grad for p in params if p.grad is not None)]).abs()
-        loss = float(sum(one.value for one in self._passes))
+        loss = float(self._losses[-1])  # what the closure returned
         before, self.point = self.point, _Point(flat(params), loss, float(slopes.max()))
         self.result = self._ending(before, self.point)
         if self.result is None:

@@ -54,6 +54,7 @@ def test_how_a_fit_ends():
     assert ended[0].steps == 2
     assert ended[0].loss < float(root(start).pow(2).sum() / 2)
     assert ended[3].steps == 0
+    assert not math.isfinite(ended[4].loss)
 
 
 def test_a_gradient_that_is_wrong_is_no_descent():
