@@ -4,7 +4,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_152, "experiments": 10_245, "tests": 28_429}
+LINES = {"metagrad": 24_152, "experiments": 10_245, "tests": 28_430}
 FILES = {"metagrad": 235, "experiments": 80}
 
 
