@@ -16,7 +16,7 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import averaging_wrapper
-from metagrad.core.checks import check_count, check_function
+from metagrad.core.checks import check_count, check_function, refuse
 from metagrad.core.dispatch import Dispatch
 from metagrad.core.norms import every_order
 from metagrad.core.tape import graph_nodes
@@ -190,7 +190,7 @@ class CurvatureOptimizer(RuleOptimizer):
             scaler: Scales the loss, which is given without its scale.
 
         Raises:
-            ValueError: The loss is complex.
+            ValueError: The loss is complex, or an input is no leaf.
         """
         if scaler is not None:
             self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
@@ -290,6 +290,12 @@ class CurvatureOptimizer(RuleOptimizer):
         self._begin_pass(loss)
         given = [inputs] if isinstance(inputs, Tensor) else inputs
         leaves = leaves_behind(loss) if given is None else list(given)
+        if not all(leaf.is_leaf for leaf in leaves):
+            refuse(
+                f"{type(self).__name__}.backward(loss, inputs)",
+                "leaves of the graph",
+                "an intermediate tensor",
+            )
         if self.differentiates_twice and "_is_linted" not in self.__dict__:
             refuse_defects(f"{type(self).__name__}.backward(loss)", loss, leaves)
             self._is_linted = True

@@ -207,3 +207,20 @@ def test_one_estimate_of_all_groups_has_one_number_of_samples():
     a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
     with pytest.raises(ValueError, match=r"SophiaH\(params\): .*samples must be the same in all, got 1 and"):
         SophiaH([{"params": [a]}, {"params": [b], "samples": 2}])
+
+
+def test_a_backward_pass_writes_the_gradients_of_leaves_as_torch_does():
+    """The gradient of an intermediate tensor that retains it was added twice."""
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    opt, seen = AdaHessian([w]), []
+    w.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    hidden = 2 * w
+    hidden.retain_grad()
+    with pytest.raises(
+        ValueError, match=r"AdaHessian\.backward\(loss, inputs\): expected leaves of the graph"
+    ):
+        opt.backward(hidden.square().sum(), inputs=[hidden])
+    for _ in range(2):
+        opt.backward((2 * w).square().sum(), inputs=[w])
+    torch.testing.assert_close(torch.stack(seen), torch.tensor([[8.0, 16.0], [16.0, 32.0]]))
+    assert not w.grad.requires_grad
