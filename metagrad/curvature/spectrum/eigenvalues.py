@@ -150,16 +150,14 @@ def eigenvalues(
     found = search(operator, k, max_matvecs=budget)
     while copies and found.settled and not found.is_whole:
         rest, count = _deflated(operator, found, which), 2 if which == "both" else 1
-        other = search(rest, count, max_matvecs=max(1, budget - found.matvecs))
+        other = search(rest, count, max_matvecs=max(1, budget - found.matvecs), scale=found.scale)
         values = np.concatenate([found.values, other.values])
         vectors = torch.cat([found.vectors, other.vectors])
         tie = rtol * found.scale * (np.arange(len(values)) < k)
         best = ranking(values, which, tie)[:k]
+        total = found.matvecs + other.matvecs
         found = found._replace(
-            values=values[best],
-            vectors=vectors[best],
-            matvecs=found.matvecs + other.matvecs,
-            settled=other.settled,
+            values=values[best], vectors=vectors[best], matvecs=total, settled=other.settled
         )
         if (best < k).all():
             break
@@ -301,17 +299,19 @@ def thick_restart_lanczos(
     max_matvecs: int,
     max_basis: int,
     generator: torch.Generator | None,
+    scale: float = 0.0,
 ) -> Subspace:
     r"""Find k eigenvectors at an end of the spectrum, by the Lanczos method with thick restarts.
 
     The Krylov space of one random vector has only one direction in each eigenspace, so it shows a repeated eigenvalue
-    once.
+    once. ``scale`` is a lower bound of the norm, below which rounding errors are small.
 
     References:
         Wu, Simon, "Thick-restart Lanczos method for large symmetric eigenvalue problems", SIAM J. Matrix Anal.
         Appl. 22, 2000.
     """
     space = KrylovSpace(operator, max_basis, generator)
+    space.scale[:] = scale
     every = max(1, max_basis // 16)  # each check solves a small dense problem
     while True:
         space.extend()

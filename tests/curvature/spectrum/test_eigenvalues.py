@@ -66,7 +66,7 @@ COPIES = {
 def test_every_copy_of_a_repeated_eigenvalue():
     for name in COPIES:
         dense = with_spectrum(COPIES[name])
-        for which in ("largest", "smallest", "both"):
+        for which in ("largest", "smallest", "both", "magnitude"):
             pairs = eigenvalues(MatrixMap(dense), 6, which=which, copies=True, generator=seeded())
             check_pairs(dense, pairs, 6, which, rtol=1e-5)
 
