@@ -17,10 +17,10 @@ from metagrad.core.tree import Params
 from metagrad.curvature.estimators.probes import Generators
 from metagrad.curvature.kronecker.factors import (
     NO_SUMS,
-    Eigenblock,
     Factors,
     Sums,
     diagonalized,
+    rotated,
     scaling_of,
     updated,
 )
@@ -437,9 +437,9 @@ class KFAC(CurvatureOptimizer):
                 gradient = torch.cat([gradient, column.to(gradient.dtype).unsqueeze(1)], 1)
             gradient = gradient.to(block["inputs"].dtype)
             if "scaling" in block:
-                scaling = block["scaling"]
-                eigen = Eigenblock((name,), block["output_basis"], block["input_basis"], scaling)
-                direction = eigen.scaled([gradient.unsqueeze(0)], 1 / (scaling + damping))[0].squeeze(0)
+                left, right = block["output_basis"], block["input_basis"]
+                scaled = rotated(left.mT, gradient, right) / (block["scaling"] + damping)
+                direction = rotated(left, scaled, right.mT)
             else:
                 direction = block["output_inverse"] @ gradient @ block["input_inverse"]
             directions[name] = direction[:, : p[0].numel()].reshape(p.shape).contiguous()
