@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.derivatives.recorded import Recorded, refuse_order
-from metagrad.core._torch import gradients_or_none
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import check_choice, check_count, refuse
 from metagrad.core.tape import graph_nodes
-from metagrad.core.tree import LossFn, zeros_for_none
+from metagrad.core.tree import LossFn
 from metagrad.curvature.estimators.probes import Generators
 from metagrad.curvature.likelihoods import OutputLoss
 from metagrad.curvature.operators.batches import (
@@ -179,11 +178,9 @@ def _hessian_by_autodiff(evaluation: ModelEvaluation) -> Recorded:
                 "loss_fn(output, y) of the output. This matrix holds only the curvature through the output."
             )
         refuse_order(problem.call, [loss], outputs, 3 if on_tape else 2)
-        gradients = torch.autograd.grad(
-            loss, outputs, torch.ones_like(loss), create_graph=True, allow_unused=True
-        )
+        gradients = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
     named = {f"output {i}": z for i, z in enumerate(outputs)}
-    return Recorded(problem.call, zeros_for_none(gradients, outputs), named, create_graph=on_tape)
+    return Recorded(problem.call, gradients, named, create_graph=on_tape)
 
 
 def flattened(product: Callable[[Tensor], Tensor], output: Tensor) -> OutputMatrix:
@@ -207,17 +204,13 @@ def observed_scores(evaluation: ModelEvaluation, count: float | Tensor | None) -
 
     The gradient of the loss with respect to the output is :math:`s_n g_n`.
     """
-    known, loss, outputs = evaluation.known, evaluation.loss, evaluation.outputs
-    gradients = gradients_or_none(loss, outputs, torch.ones_like(loss), retain_graph=True, allow_unused=True)
+    known = evaluation.known
     if known is not None:
-        root = known.scale.detach().expand(outputs[0].shape).sqrt()
+        root = known.scale.detach().expand(known.output.shape).sqrt()
         inverse = (1 / root).masked_fill(root == 0, 0)
     else:
         inverse = 1.0 if count is None else count**0.5
-    return [
-        (torch.zeros_like(z) if g is None else g * inverse).detach().unsqueeze(0)
-        for g, z in zip(gradients, outputs, strict=True)
-    ]
+    return [(g * inverse).detach().unsqueeze(0) for g in evaluation.loss_gradients()]
 
 
 def known_loss(evaluation: ModelEvaluation) -> OutputLoss:
