@@ -194,7 +194,7 @@ class Training:
         Raises:
             ValueError: The shapes of the weights, the data or the parameters do not fit. The folder belongs
                 to another training run, or a file in it is damaged. The ranks of ``group`` have different
-                parameters, weights or metrics.
+                parameters, data, weights or metrics.
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError(

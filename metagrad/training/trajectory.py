@@ -108,6 +108,8 @@ class Trajectory:
         with torch.no_grad():
             first = State(own, inputs.rule.init(own), step.model.buffers())
         refuse_differences(step.group, f"{CALL}: parameters and weights", [*own.values(), inputs.weights])
+        rows = [tensor[:8].to(inputs.weights.device) for tensor in (inputs.weights, *leaves.data)]
+        refuse_differences(step.group, f"{CALL}: data", rows)
         self.kept = self._kept_at(offload, first)
         self.had_graphs = plan is None
         self._run(keep_graphs=self.had_graphs)

@@ -205,6 +205,7 @@ def errors(group):
     weights = torch.ones(15, requires_grad=True)
     return [
         message(lambda: own(torch.full((15,), 1.0 + rank))),
+        message(lambda: own(data=(own.examples.tensors[0] + rank, own.examples.tensors[1]))),
         message(lambda: own().trajectory and mg.attribute(own(), lambda m: metrics(m)[rank :: group.size()])),
         message(lambda: mg.attribution.retrain(own, torch.full((2, 15), 1.0 + rank), metrics)),
         message(lambda: own(memory="auto")),
@@ -216,6 +217,7 @@ def errors(group):
 
 ERRORS = [
     "parameters and weights: expected the same values on all ranks",
+    "data: expected the same values on all ranks",
     "metrics: expected the same values on all ranks",
     r"retrain\(weights\): expected the same values on all ranks",
     'another mode than "auto"',

@@ -238,9 +238,8 @@ def test_a_derivative_can_be_differentiated_again():
     direction = torch.linspace(-1, 1, 14)
 
     def slope(weights, create_graph=False):
-        return (
-            torch.autograd.grad(metric(training(weights)), weights, create_graph=create_graph)[0] @ direction
-        )
+        (found,) = torch.autograd.grad(metric(training(weights)), weights, create_graph=create_graph)
+        return found @ direction
 
     weights = torch.ones(14, requires_grad=True)
     found = torch.autograd.grad(slope(weights, create_graph=True), weights)[0] @ direction
@@ -418,9 +417,8 @@ def test_a_memory_tracker_has_a_phase_for_each_pass_and_step():
     with mg.MemoryTracker(device="cpu") as tracker:
         training().jacobian(lambda net: net(metric_data()[0])[0])
     *steps, forward, reverse = sorted(tracker.records(), key=lambda record: -record.depth)
-    assert [record.path for record in steps] == [
-        (("forward", None), ("inner", t)) for t in range(training.steps)
-    ]
+    paths = [(("forward", None), ("inner", t)) for t in range(training.steps)]
+    assert [record.path for record in steps] == paths
     assert (forward.name, reverse.name) == ("forward", "reverse")
     assert (
         steps[-1].after - steps[-1].before == sum(2 * p.nbytes for p in training.model.params().values()) + 8
