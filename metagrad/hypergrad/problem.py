@@ -94,8 +94,8 @@ class Problem:
     def hyper_leaves(self) -> list[Tensor]:
         """Return variables with the values of ``hyper``. With ``create_graph``, they are connected to its graph.
 
-        They are new tensors, because a partial derivative must not go through other uses of a tensor, or through a
-        leaf that was computed from another leaf.
+        They are new tensors. A partial derivative counts only the uses in the losses, also if one hyperparameter was
+        computed from another.
         """
         leaves = tree_leaves(self.hyper)
         return [

@@ -318,8 +318,8 @@ def root(
             example because the Jacobian is singular.
 
     Note:
-        If a row does not converge, its norm of f may be at most a hundredth of the norm at the start, which gives a
-        warning. Otherwise a derivative raises an error.
+        The derivative at a row that did not converge gives a warning if the norm of f fell to a hundredth of its
+        start, and raises an error otherwise.
 
     Example:
         The root of :math:`x^2 = \theta` has the second derivative :math:`-\theta^{-3/2} / 4`:

@@ -246,7 +246,7 @@ class Operator:
             root: R, symmetric. A map of rows ``[k, n]``, or a diagonal as a vector ``[n]`` or a dict of parameters.
 
         Raises:
-            ValueError: A diagonal has another shape or dtype, or a map is not symmetric.
+            ValueError: A diagonal does not have the shape and dtype of the parameters, or a map is not symmetric.
 
         Example:
             >>> w = torch.tensor([1.0, 2.0], requires_grad=True)

@@ -347,5 +347,5 @@ def ranking(values: np.ndarray, which: SpectrumEnd, bonus: np.ndarray | float = 
 
 
 def combined(rows: Tensor, coordinates: np.ndarray) -> Tensor:
-    """Return combinations of rows, given by the columns of their coordinates."""
+    """Return linear combinations of rows. Each column holds the coefficients of one combination."""
     return from_numpy(coordinates).t().to(rows) @ rows

@@ -134,15 +134,15 @@ def lanczos_step(
 
 
 def orthogonalize(vectors: Tensor, rows: Tensor, near: int) -> tuple[Tensor, Tensor]:
-    """Subtract from vectors [k, n] their parts in orthonormal rows [k, m, n].
+    """Make vectors [k, n] orthogonal to orthonormal rows [k, m, n].
 
     Args:
         vectors: Shape [k, n].
         rows: Orthonormal rows for each vector, shape [k, m, n].
-        near: Number of trailing rows in which the parts are large. These parts are subtracted first.
+        near: Number of last rows with large coefficients, whose components are subtracted first.
 
     Returns:
-        The rest, shape [k, n], and the parts, shape [k, m].
+        The orthogonal vectors, shape [k, n], and the subtracted coefficients, shape [k, m].
     """
     large, rest = _without(rows[:, -near:], vectors.unsqueeze(1))
     parts, rest = _without(rows, rest)

@@ -24,8 +24,7 @@ from metagrad.optim.torch_optim.state import PendingUpdate
 class History:
     """The last differences s of positions and y of gradients, and the directions that they give.
 
-    They are windows of larger buffers, whose free ends take the next pairs. Nothing within a window is written
-    again, so that views of it stay valid.
+    They are views of larger buffers. The next pairs are written behind the views, so the views stay valid.
 
     Args:
         moves: The differences s, oldest first, ``[k, n]``.
