@@ -49,6 +49,8 @@ class Curvature:
     ) -> None:
         self._params, self._passes, self._matrix, self._scale = params, passes, matrix, scale
         self._losses = [loss for one in passes for loss in one.losses]
+        self._sizes = [loss.loss.output.numel() for loss in self._losses]
+        self._is_half = any(p.dtype in HALF for p in params.values())
 
     @cached_property
     def _recorded(self) -> Recorded:
@@ -61,17 +63,17 @@ class Curvature:
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Multiply a vector. In half precision it is scaled to size one, so that nothing underflows or overflows."""
-        if not any(p.dtype in HALF for p in self._params.values()):
+        if not self._is_half:
             return self._scale * self._product(v)
         size = v.abs().amax()
         return self._scale * size * widened(self._product(v / torch.where(size == 0, 1, size)))
 
     def _product(self, v: Tensor) -> Tensor:
         if self._matrix == "hessian":
-            return self._recorded.pull(v.repeat(len(self._passes)))
+            return self._recorded.pull(v if len(self._passes) == 1 else v.repeat(len(self._passes)))
         if not self._losses:
             return torch.zeros_like(v)
-        images = self._recorded.push(v).split_with_sizes([loss.loss.output.numel() for loss in self._losses])
+        images = self._recorded.push(v).split_with_sizes(self._sizes)
         products = [self._of_output(*loss, v) for loss, v in zip(self._losses, images, strict=True)]
         return self._recorded.pull(torch.cat(products))
 

@@ -35,14 +35,15 @@ class Objective(NamedTuple):
     lr: Tensor  # 0-d, or a vector if groups differ, like decay
     decay: Tensor
     sign: int  # -1 if the loss is maximized
+    has_penalty: bool
 
     def value(self, loss: float, w: Tensor) -> float:
         """Return the objective of a loss at parameters."""
-        return self.sign * loss + float(w.dot(self.decay * w)) / 2
+        return self.sign * loss + (float(w.dot(self.decay * w)) / 2 if self.has_penalty else 0.0)
 
     def gradient(self, g: Tensor, w: Tensor) -> Tensor:
         """Return the gradient of the objective, from the gradient of the loss."""
-        return self.moving(self.sign * g + self.decay * w)
+        return self.moving(self.sign * g + self.decay * w if self.has_penalty else self.sign * g)
 
     def moving(self, v: Tensor) -> Tensor:
         """Return a vector with zeros for the parameters whose learning rate is 0."""
@@ -163,7 +164,8 @@ class VectorOptimizer(CurvatureOptimizer):
 
     def _objective(self, params: Params) -> Objective:
         sign = -1 if self.param_groups[0]["maximize"] else 1
-        return Objective(self._column("lr", params), self._column("weight_decay", params), sign)
+        lr, decay = self._column("lr", params), self._column("weight_decay", params)
+        return Objective(lr, decay, sign, bool(decay.any()))
 
     def _loss_of_before(self) -> RuntimeError:
         """Return the error for a closure that does not compute its loss at every call."""
