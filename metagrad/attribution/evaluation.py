@@ -11,10 +11,9 @@ from torch import Tensor
 from metagrad.attribution.retraining import Outcomes, retrain
 from metagrad.attribution.scores import Scores
 from metagrad.core.checks import check_count, check_positive, check_type, refuse, warn
+from metagrad.curvature.rows import norm
 from metagrad.training import Training
 from metagrad.training.training import Metrics
-
-_DRAWS = 1000  # of a bootstrap
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -169,7 +168,7 @@ def loo(
 def _compared(name: str, scores: Scores, outcomes: Outcomes, note: str, seed: int) -> Evaluation:
     """Return the rank correlation of predicted and retrained metrics, with its interval."""
     predicted, actual = scores.predict(outcomes.weights).double(), outcomes.metrics.double()
-    value = float(_correlation(_ranks(predicted), _ranks(actual)).mean())
+    value = float(_rank_correlation(predicted, actual))
     return Evaluation(name, value, _bootstrap(predicted, actual, value, seed), note, outcomes)
 
 
@@ -268,16 +267,15 @@ def metasmoothness(
     direction = torch.randint(0, 2, at.shape, generator=generator).to(at.device).double() * 2 - 1
     weights = torch.stack([at + i * h * direction for i in range(3)])
     outcomes = retrain(training, weights, metrics, keep=True)
-    assert outcomes.params is not None
-    flat = torch.cat([p.double().flatten(1) for p in outcomes.params.values()], 1)
+    flat = torch.cat([p.double().flatten(1) for p in (outcomes.params or {}).values()], 1)
     first, second = flat[1] - flat[0], flat[2] - flat[1]
     agreement = (first.sign() * second.sign() * first.abs()).sum() / first.abs().sum().clamp(min=1e-300)
     error = None
     if scores is not None:
         actual = (outcomes.metrics[1] - outcomes.metrics[0]).double()
         predicted = h * scores.values.double() @ direction
-        error = float(_norm(predicted - actual) / _norm(actual).clamp(min=1e-300))
-    return Smoothness(float(agreement), error, float(_norm(first) / _norm(flat[0])))
+        error = float(norm(predicted - actual) / norm(actual).clamp(min=1e-300))
+    return Smoothness(float(agreement), error, float(norm(first) / norm(flat[0])))
 
 
 def _check_weights(call: str, scores: Scores) -> None:
@@ -296,14 +294,10 @@ def _ranks(values: Tensor) -> Tensor:
     return ((left + right - 1).double() / 2).transpose(-1, -2)
 
 
-def _norm(values: Tensor, dim: int | None = None) -> Tensor:
-    return values.square().sum(dim).sqrt()
-
-
-def _correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Return the correlation of ``[..., m, k]`` along m. It is 0 if an input is constant."""
-    a, b = a - a.mean(-2, keepdim=True), b - b.mean(-2, keepdim=True)
-    return (a * b).sum(-2) / (_norm(a, -2) * _norm(b, -2)).clamp(min=1e-12)
+def _rank_correlation(a: Tensor, b: Tensor) -> Tensor:
+    """Return the mean rank correlation of the columns of ``[m, k]``. It is 0 for a constant column."""
+    a, b = (ranks - ranks.mean(0) for ranks in (_ranks(a), _ranks(b)))
+    return ((a * b).sum(0) / (norm(a.mT) * norm(b.mT)).clamp(min=1e-12)).mean()
 
 
 def _bootstrap(predicted: Tensor, actual: Tensor, value: float, seed: int) -> tuple[float, float]:
@@ -314,9 +308,8 @@ def _bootstrap(predicted: Tensor, actual: Tensor, value: float, seed: int) -> tu
     """
     generator = torch.Generator().manual_seed(seed)
     means = list[Tensor]()
-    for _ in range(_DRAWS):
+    for _ in range(1000):
         i, j = (torch.randint(size, (size,), generator=generator) for size in predicted.shape)
-        drawn = [_ranks(values[i][:, j]) for values in (predicted, actual)]
-        means.append(_correlation(*drawn).mean())
+        means.append(_rank_correlation(predicted[i][:, j], actual[i][:, j]))
     low, high = map(float, torch.stack(means).quantile(torch.tensor([0.025, 0.975]).to(means[0])))
     return max(min(2 * value - high, value), -1.0), min(2 * value - low, 1.0)

@@ -33,8 +33,7 @@ def example_gradients(trained: Trained, state: State) -> Iterator[tuple[Tensor, 
     """Yield the losses of training examples, ``[b]``, and their gradients, ``[b, P]``, in evaluation mode."""
     training, examples = trained.training, trained.trajectory.inputs.examples
     if trained.weights.ndim > 1:
-        shape = list(trained.weights.shape)
-        refuse("attribute(trained, method)", "weights [n]. Replay also accepts others", shape)
+        refuse("attribute(trained, method)", "weights [n], except for Replay", list(trained.weights.shape))
 
     def loss(params: Params, x: Any, y: Any) -> Tensor:
         x, y = (tree_map(lambda t: t.unsqueeze(0), part) for part in (x, y))

@@ -196,14 +196,14 @@ def test_wrong_arguments_are_errors():
     for method in ("anderson", Anderson):
         with pytest.raises(TypeError, match=r"fixed_point\(g, z0\): method: expected a method such as"):
             fixed_point(torch.cos, torch.ones(2), method=method)
-    ones = torch.ones(2)
-    for start in (ones.long(), ones.half(), ones.bfloat16(), {"a": ones, "b": ones.double()}, [], [1.0]):
-        with pytest.raises(
-            TypeError, match=r"root\(f, x0\): .*pytree of floating point tensors, all float32 or"
-        ):
+    one = torch.ones(2, 1, requires_grad=True)
+    for start in (one.long(), one.half(), one.bfloat16(), {"a": one, "b": one.double()}, [], [1.0]):
+        with pytest.raises(TypeError, match=r"root\(f, x0\): .*pytree of floating point tensors, all"):
             root(lambda x: x, start)
     with pytest.raises(ValueError, match=r"expected tensors \[k, ...\]"):
         root(lambda x: x, [torch.ones(2), torch.ones(3)], batch_ndim=1)
+    with pytest.raises(ValueError, match="rows that depend on each other, as by batch statistics"):
+        implicit_root(lambda x: x - one * x.mean(0), one.detach(), batch_ndim=1, solver="lu").sum().backward()
     with pytest.raises(ValueError, match="max_steps"):
         root(lambda x: x, torch.ones(2), max_steps=0)
     with pytest.raises(ValueError, match=r"inside a torch\.func transform"):

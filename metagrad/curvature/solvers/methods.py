@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_positive, progress
+from metagrad.core.checks import check_positive, progress, refuse
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, SeparateMatrices, refuse_half, shaped_products
 from metagrad.curvature.rows import dot, norm
@@ -319,7 +319,12 @@ def matrices_of(products: Rows, b: Tensor) -> Tensor:
     identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
     if not isinstance(products, SeparateMatrices):
         return products(identity)[None]
-    return torch.stack([products(row.expand_as(b)) for row in identity], -1)
+    matrices = torch.stack([products(row.expand_as(b)) for row in identity], -1)
+    rows = torch.outer(torch.arange(len(b)).to(b), identity.diagonal())
+    rest = products(rows) - (matrices @ rows[:, :, None])[:, :, 0]
+    if bool(length(rest.flatten()) > torch.finfo(b.dtype).eps ** 0.25 * len(b) * length(matrices.flatten())):
+        refuse(CALL, "separate problems in rows", "rows that depend on each other, as by batch statistics")
+    return matrices
 
 
 @dataclass(frozen=True)
