@@ -188,7 +188,8 @@ def _kind(leaf: Any) -> object:
     """Return for what torch probably compiles new code."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
-    return leaf if type(leaf) in (bool, int, str) else type(leaf)
+    kind: object = type(leaf)
+    return leaf if kind in (bool, int, str) else kind
 
 
 def _variable(leaf: Any) -> Any:
