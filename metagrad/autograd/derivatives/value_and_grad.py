@@ -184,12 +184,11 @@ def _traced(fn: Callable[..., Tensor], argnum: int, args: Sequence[Tree]) -> tup
     return value, gradient
 
 
-def _kind(leaf: Any) -> object:
+def _kind(leaf: object) -> object:
     """Return for what torch probably compiles new code."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
-    kind: object = type(leaf)
-    return leaf if kind in (bool, int, str) else kind
+    return leaf if type(leaf) in (bool, int, str) else type(leaf)
 
 
 def _variable(leaf: Any) -> Any:
