@@ -39,10 +39,9 @@ class TracIn:
     def scores(self, trained: Trained, metrics: Metrics) -> Tensor:
         """Return the scores, ``[k, n]``."""
         trajectory = trained.trajectory
-        steps = trajectory.steps
-        count = min(check_count("TracIn(checkpoints)", self.checkpoints), steps)
-        wanted = {round(steps * (c + 1) / count) for c in range(count)}
-        scale = steps / (len(wanted) * trained.training.num_examples)
+        count = min(check_count("TracIn(checkpoints)", self.checkpoints), trajectory.steps)
+        wanted = {round(trajectory.steps * (c + 1) / count) for c in range(count)}
+        scale = trajectory.steps / (len(wanted) * trained.training.num_examples)
         found = list[Tensor]()
         for t, state in trajectory.states():
             if t in wanted:

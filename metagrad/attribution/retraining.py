@@ -16,7 +16,7 @@ from metagrad.core.tree import Params, dissect, plus, tree_map_only
 from metagrad.distributed.exchange import refuse_differences, sums_over
 from metagrad.optim.rule import with_batch_ndim
 from metagrad.training import Training
-from metagrad.training.step import Part, State
+from metagrad.training.step import Inputs, Part, State
 from metagrad.training.stream import seed_step
 
 
@@ -98,7 +98,7 @@ def _trained(training: Training, weights: Tensor) -> list[State]:
         reason = str(error).strip().partition("\n")[0]
     states = [training(row).trajectory.final for row in weights.detach()]  # raises errors of the training
     warn(
-        f"retrain(training): vmap does not support the model, so the trainings ran in turn. Its error was: {reason}"
+        f"retrain(training): vmap does not support the model, so the trainings ran in turn. Reason: {reason}"
     )
     return states
 
@@ -115,7 +115,10 @@ def _trained_together(training: Training, weights: Tensor) -> State:
     with training.model.training():
         for t in progress(range(training.steps), "retraining"):
             grads, buffers = _gradient(training, state, weights, t)
-            if t == 0:  # matrix products choose the layout of gradients, other layouts are slow
+            training.step.refuse_statistics(state, buffers)
+            if t == 0:
+                _compare(training, state, weights, grads)
+                # matrix products choose the layout of gradients, other layouts are slow
                 params = {name: torch.empty_like(g).copy_(state.params[name]) for name, g in grads.items()}
                 state = State(params, rule.init(params), buffers)
             with torch.no_grad():
@@ -123,6 +126,21 @@ def _trained_together(training: Training, weights: Tensor) -> State:
             state = State(params, optimizer, buffers)
     random.restore()
     return state
+
+
+def _compare(training: Training, state: State, weights: Tensor, grads: Params) -> None:
+    """Raise ``RuntimeError`` if a stacked model and a single one have different first gradients.
+
+    Under vmap, dropout of a tensor that is not contiguous draws other numbers.
+    """
+    row = int(weights.abs().sum(1).argmax())
+    inputs = Inputs(weights[row], training.examples, training.optimizer)
+    alone = training.step.whole_gradient(_unstacked(state, len(weights))[row], 0, inputs).grads
+    together = [grads[name][row] for name in alone]
+    expected, found = (torch.cat([g.flatten() for g in own]) for own in (alone.values(), together))
+    error = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
+    if not torch.allclose(found, expected, rtol=0.0, atol=error):
+        raise RuntimeError("the stacked models draw other random numbers than a single model")
 
 
 def _gradient(training: Training, state: State, weights: Tensor, t: int) -> tuple[Params, Params]:

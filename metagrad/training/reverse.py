@@ -337,7 +337,7 @@ class Pullback:
             return
         if (own := total[place]) is None:
             own = total[place] = like.detach().new_zeros(self.count, *like.shape)
-        own.index_add_(1, rows.to(own.device), found)
+        own.index_add_(1, rows.to(own.device), found.to(own.dtype))
 
 
 def _refuse_detached(

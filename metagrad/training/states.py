@@ -38,7 +38,7 @@ class PinnedStates(States):
     def __init__(self, device: torch.device) -> None:
         if device.type == "cpu":
             refuse(
-                "Training(...)(offload)", "None or a folder, because states are in host memory already", "cpu"
+                "Training(...)(offload)", "None or a folder, because states are on the host already", "cpu"
             )
         super().__init__()
         self.device = device

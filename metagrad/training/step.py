@@ -103,9 +103,9 @@ class Model:
         names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self.places = [(place, names[id(t)]) for place, t in tensor_places(model)]
         self.modes = [(module, module.training) for module in model.modules()]
-        self.updates_statistics = any(
-            isinstance(module, (BatchNorm, InstanceNorm)) and module.track_running_stats and training
-            for module, training in self.modes
+        self.has_statistics = any(
+            isinstance(module, (BatchNorm, InstanceNorm)) and module.track_running_stats
+            for module, _ in self.modes
         )
 
     def params(self) -> Params:
@@ -131,7 +131,7 @@ class Model:
     @contextlib.contextmanager
     def differentiable(self) -> Generator[None]:
         """Context manager and decorator in which attention and running statistics are differentiable."""
-        norms = composite_norms() if self.updates_statistics else contextlib.nullcontext()
+        norms = composite_norms() if self.has_statistics else contextlib.nullcontext()
         with unfused_attention(), norms:
             yield
 
@@ -234,8 +234,8 @@ class Step:
 
     def total(self, state: State, gradients: Sequence[Gradient]) -> Gradient:
         """Return the gradient of a step, from the gradients of the parts of this rank."""
-        if gradients and (self.micro_batch is not None or self.group is not None):
-            self._refuse_statistics(state, gradients[-1].buffers)
+        if gradients:
+            self.refuse_statistics(state, gradients[-1].buffers)
         if self.group is None:
             return summed(gradients)
         zeros = {name: torch.zeros_like(p) for name, p in state.params.items()}
@@ -246,10 +246,11 @@ class Step:
         return Gradient(dict(zip(zeros, grads, strict=True)), loss.to(own.loss), own.buffers)
 
     def divisor(self, weights: Tensor) -> Tensor:
-        """Return the divisor of the weighted sum of the losses of a mini-batch."""
+        """Return the divisor of the weighted sum of the losses of a mini-batch, in float32 or wider."""
+        dtype = torch.promote_types(weights.dtype, torch.float32)
         if self.average == "batch":
-            return weights.new_tensor(float(weights.numel()))
-        total = weights.sum()
+            return weights.new_tensor(float(weights.numel()), dtype=dtype)
+        total = weights.sum(dtype=dtype)
         return total.where(total != 0, 1)
 
     def loss(self, weights: Tensor, divisor: Tensor, batch: tuple[Tree, Tree], part: Part) -> Tensor:
@@ -265,7 +266,7 @@ class Step:
                 f"Training(...)(weights): the weights of the mini-batch have shape {tuple(weights.shape)}, so the "
                 f"losses must have this shape, got {tuple(losses.shape)}."
             )
-        return (weights * losses).sum() / divisor
+        return (weights * losses).sum(dtype=divisor.dtype) / divisor
 
     def gradient(
         self,
@@ -285,9 +286,7 @@ class Step:
             with noted_reads(self.model.module, reads) if is_first else contextlib.nullcontext():
                 loss = self.loss(weights, divisor, batch, part)
             if not loss.requires_grad:
-                raise ValueError(
-                    "Training(model, loss_fn): the loss does not depend on the trained parameters."
-                )
+                raise ValueError("Training(model, loss_fn): the loss does not depend on the parameters.")
             found = torch.autograd.grad(
                 loss, list(params.values()), create_graph=create_graph, allow_unused=True
             )
@@ -345,8 +344,10 @@ class Step:
         whole = inputs.weights[self.stream.rows(part.t)]
         return inputs.weights[part.rows], self.divisor(whole), inputs.examples.batch(part.rows)
 
-    def _refuse_statistics(self, state: State, after: Params) -> None:
-        for name, before in state.buffers.items():
+    def refuse_statistics(self, state: State, after: Params) -> None:
+        """Raise ``ValueError`` if parts of a mini-batch changed a buffer."""
+        is_split = self.micro_batch is not None or self.group is not None
+        for name, before in state.buffers.items() if is_split else ():
             if (self.group is not None or is_differentiable(before)) and not torch.equal(before, after[name]):
                 raise ValueError(
                     f"Training(micro_batch, group): the model writes its buffer {name!r}, so parts of a mini-batch "

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.unrolling.plan import Plan, states_of
-from metagrad.core._torch import Context, Function
+from metagrad.core._torch import Function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.checks import (
     check_choice,
@@ -111,7 +111,7 @@ class Training:
         epochs: int | None = None,
         steps: int | None = None,
         seed: int = 0,
-        transform: Transform | None = None,
+        transform: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None,
         average: str = "batch",
         micro_batch: int | None = None,
         order: Tensor | None = None,
@@ -197,9 +197,7 @@ class Training:
                 parameters, data, weights or metrics.
         """
         if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "Training(...)(): it cannot run in torch.inference_mode(). Use torch.no_grad()."
-            )
+            raise RuntimeError("Training(...)(): cannot run in torch.inference_mode(). Use torch.no_grad().")
         if self.step.group is not None and (memory == "auto" or offload not in (None, "cpu")):
             refuse(
                 "Training(..., group)(memory, offload)",
@@ -386,10 +384,6 @@ def _dense(found: Cotangents, like: list[Tensor], count: int) -> list[Tensor]:
     return [x.new_zeros(count, *x.shape) if f is None else f for f, x in zip(found, like, strict=True)]
 
 
-class _TrainedContext(Context):
-    trajectory: Trajectory
-
-
 class _Trained(Function):
     """Final parameters, buffers and losses of a training run, as a function of its leaves."""
 
@@ -400,13 +394,13 @@ class _Trained(Function):
         return tuple(tensor.clone() for tensor in tensors)
 
     @staticmethod
-    def setup_context(ctx: _TrainedContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.trajectory = inputs[0]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in output if not is_differentiable(t)))
 
     @staticmethod
-    def backward(ctx: _TrainedContext, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         trajectory = ctx.trajectory
         wanted = trajectory.leaves.filled(ctx.needs_input_grad[1:])
         if torch.is_grad_enabled():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,7 +190,7 @@ class Trajectory:
             params = pull.through_init(self.kept[0].params, after)
         random.restore()
         if saved is not None:
-            saved.close()
+            saved.states.reverse_path.unlink(missing_ok=True)
         self.report.replays += reversal.replays
         self.report.states = max(self.report.states, reversal.most)
         self.report.growth = _growth(_norms(params), last)
@@ -220,7 +219,6 @@ class Trajectory:
         state = State(params, inputs.rule.init(params), buffers)
         losses, random = list[Tensor](), RandomState()
         with (
-            contextlib.ExitStack() as stack,
             self.settings[0].restored(),
             self.settings[1].restored(),
             self.step.model.training(),
@@ -228,10 +226,10 @@ class Trajectory:
         ):
             pull = Pullback(self.step, self.inputs, self.leaves, self.wanted, 1)
             pull.record(self.kept[0], self.step.parts(0)[0])  # raises if a derivative would be lost
-            stack.enter_context(placed(inputs.places))
-            for t in range(self.steps):
-                state, loss = self.step.take_with_graph(state, t, inputs)
-                losses.append(loss)
+            with placed(inputs.places):
+                for t in range(self.steps):
+                    state, loss = self.step.take_with_graph(state, t, inputs)
+                    losses.append(loss)
         random.restore()
         return state, torch.stack(losses), views
 
@@ -305,10 +303,6 @@ class SavedSweep:
         device = self.states.devices[0]
         after, total = (tree_map_only(Tensor, lambda x: x.to(device), content[k]) for k in ("after", "total"))
         return begin, StateCotangents(*after), Leaves(*total)
-
-    def close(self) -> None:
-        """Remove the file at the end of the backward pass."""
-        self.states.reverse_path.unlink(missing_ok=True)
 
 
 def _norms(cotangents: Cotangents) -> Tensor:

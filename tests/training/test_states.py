@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_pinned_memory_needs_an_accelerator():
-    with pytest.raises(ValueError, match=r"Training\(...\)\(offload\): .* host memory already"):
+    with pytest.raises(ValueError, match=r"Training\(...\)\(offload\): .* on the host already"):
         gradient(Loss(), "cpu")
 
 

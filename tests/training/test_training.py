@@ -47,6 +47,7 @@ MODELS = {
     "mlp": mlp,
     "group norm": lambda: conv(nn.GroupNorm(2, 4)),
     "batch norm": lambda: conv(nn.BatchNorm2d(4)),
+    "frozen batch norm": lambda: conv(nn.BatchNorm2d(4).eval()),
     "attention and dropout": Block,
 }
 MATRICES = {"0.weight", "5.weight", "attention.in_proj_weight", "attention.out_proj.weight", "head.weight"}
@@ -397,6 +398,32 @@ def test_a_training_leaves_everything_as_it_was():
     assert not trained.module().training
     # The module has torch's batch norm, which rounds differently on some CPUs.
     torch.testing.assert_close(trained.module()(torch.ones(2, 12)).sum(), loss)
+
+
+@pytest.mark.parametrize("average", ["batch", "weights"])
+def test_half_precision_counts_more_terms_than_its_largest_number(average):
+    """The largest float16 number is 65,504."""
+    ids = torch.arange(2**17).reshape(2, -1) % 5
+
+    def gradient(dtype):
+        torch.manual_seed(0)
+        training = mg.Training(
+            nn.Embedding(5, 5).to(dtype),
+            lambda output, y: F.cross_entropy(output.transpose(1, 2), y, reduction="none"),
+            (ids, ids.roll(1, 1)),
+            optimizer=R.sgd(lr=1.0),
+            batch_size=2,
+            steps=1,
+            average=average,
+        )
+        weights = torch.ones(2, 2**16, dtype=dtype, requires_grad=True)
+        trained = training(weights)
+        (slope,) = torch.autograd.grad(trained(ids[:1, :5]).square().sum() * 1e4, weights)
+        return trained.losses.detach(), trained.params["weight"].detach(), slope
+
+    for found, expected in zip(gradient(torch.float16), gradient(torch.float64), strict=True):
+        largest = float(expected.abs().max())  # sums of many float16 numbers are inexact
+        torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=0.3 * largest)
 
 
 @pytest.mark.parametrize("memory", ["full", "step", "log"])

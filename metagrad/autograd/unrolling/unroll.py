@@ -73,8 +73,8 @@ def unroll(
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The returned state has the structure, shapes and dtypes of
             the state before. ``aux`` is a pytree of tensors, such as an inner loss, or None. A gradient inside the
-            step needs ``create_graph=True`` to be differentiated through. With respect to the state, it is a partial
-            derivative: each tensor of the state is a variable of its own.
+            step needs ``create_graph=True`` to be differentiated through. With respect to the state or an
+            argument, it is a partial derivative: each of their tensors is a variable of its own.
         state: A pytree of tensors and constants.
         *args: Pytrees of tensors and constants, the same for every step. Examples are data and learning rates.
         steps: Number of steps, 0 or more.
@@ -168,14 +168,15 @@ def unroll(
 def _checked(step: Step, keeps_graphs: bool) -> Step:
     """Return a step that raises for modules that would give a wrong derivative.
 
-    A gradient with respect to the state is a partial derivative, also if one tensor of the state was computed from
-    another. Recomputed steps return unrelated tensors. If the graphs are kept, each step gets views of its state.
+    A gradient with respect to the state or an argument is a partial derivative, also if the state was computed from
+    the argument. So each step gets views. The states of recomputed steps are unrelated tensors anyway.
     """
     updated: set[nn.Module | Tensor] | None = set() if torch.is_grad_enabled() else None
 
-    def checked_step(state: Tree, *args: Any) -> Pair:
+    def checked_step(state: Tree, t: int, *args: Any) -> Pair:
+        state = _views(state) if keeps_graphs else state
         with checked_reruns("unroll(step, ...)"), checked_statistics(updated):
-            return step(_views(state) if keeps_graphs else state, *args)
+            return step(state, t, *_views(args))
 
     return checked_step
 

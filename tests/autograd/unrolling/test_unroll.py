@@ -401,6 +401,26 @@ def test_reading_running_statistics_of_differentiated_steps_is_an_error(memory, 
     torch.save(model, tmp_path / "model.pt")
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_a_gradient_with_respect_to_an_argument_is_a_partial_derivative(memory, create_graph):
+    """The learning rate moves along its derivative, although the state depends on it."""
+    w, lr = leaf(3), torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+
+    def step(w, t, lr, row):
+        loss = (w.sin() * (1 + lr) * row).sum()
+        along_w, along_lr = mg.grad(loss, [w, lr], create_graph=True)
+        return w - lr * along_w + 0.1 * along_lr, loss
+
+    expected, state = [], w.detach()
+    for t in range(4):
+        state, loss = step(state.requires_grad_(), t, lr, torch.ones(()))
+        state = state.detach()
+        expected.append(loss.detach())
+    last, losses = mg.unroll(step, w, lr, torch.ones(()), steps=4, memory=memory, create_graph=create_graph)
+    torch.testing.assert_close((last.detach(), losses.detach()), (state, torch.stack(expected)))
+
+
 @pytest.mark.parametrize("memory", ["full", "step", "sqrt", "1MiB"])
 @pytest.mark.parametrize("state", ["kept", "closed over", "dependent", "twice"])
 def test_a_gradient_in_the_step_is_a_partial_derivative(memory, state):
