@@ -73,8 +73,8 @@ def unroll(
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The returned state has the structure, shapes and dtypes of
             the state before. ``aux`` is a pytree of tensors, such as an inner loss, or None. A gradient inside the
-            step needs ``create_graph=True`` to be differentiated through. With respect to the state or an
-            argument, it is a partial derivative: each of their tensors is a variable of its own.
+            step needs ``create_graph=True`` to be differentiated through. With respect to a tensor of the
+            state, or to a tensor in ``*args``, it is a partial derivative: each of them is a variable of its own.
         state: A pytree of tensors and constants.
         *args: Pytrees of tensors and constants, the same for every step. Examples are data and learning rates.
         steps: Number of steps, 0 or more.
@@ -175,8 +175,9 @@ def _checked(step: Step, keeps_graphs: bool) -> Step:
 
     def checked_step(state: Tree, t: int, *args: Any) -> Pair:
         state = _views(state) if keeps_graphs else state
+        own = [_views(arg) if isinstance(arg, Tensor) else arg for arg in args]  # a step may fill containers
         with checked_reruns("unroll(step, ...)"), checked_statistics(updated):
-            return step(state, t, *_views(args))
+            return step(state, t, *own)
 
     return checked_step
 
