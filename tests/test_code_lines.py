@@ -4,7 +4,7 @@ import pytest
 
 from tests.code_lines import code_lines, python_files, total
 
-LINES = {"metagrad": 24_160, "experiments": 10_245, "tests": 28_490}
+LINES = {"metagrad": 24_161, "experiments": 10_245, "tests": 28_490}
 FILES = {"metagrad": 235, "experiments": 80}
 
 
