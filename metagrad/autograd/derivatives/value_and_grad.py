@@ -127,7 +127,7 @@ class _Compiled:
 
     def __init__(self, eager: _ValueAndGrad, options: dict[str, Any]) -> None:
         self.eager = eager
-        self.compiler = Compiler(f"{_CALL[:-1]}, compile)", options)
+        self.compiler = Compiler("value_and_grad(fn, compile)", options)
         self.compared: Counter[object] = Counter()
 
     def __call__(self, *args: Tree) -> tuple[Tensor, Tree]:
@@ -185,7 +185,7 @@ def _traced(fn: Callable[..., Tensor], argnum: int, args: Sequence[Tree]) -> tup
 
 
 def _kind(leaf: object) -> object:
-    """Return for what torch probably compiles new code."""
+    """Return what torch compiles new code for if it changes: a shape, a dtype, or a number that is no float."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return leaf if type(leaf) in (bool, int, str) else type(leaf)
